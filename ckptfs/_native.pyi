@@ -7,38 +7,12 @@ An inode is named by its number, a device by its index in the volume. Times are 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+
+from ckptfs.native_types import FileAttributes as FileAttributes
+from ckptfs.native_types import FileState as FileState
+from ckptfs.native_types import Seal as Seal
 
 EXTENT_ROW_BYTES: int
-
-class FileAttributes(NamedTuple):
-    size_bytes: int
-    mtime_ns: int
-    ctime_ns: int
-    allocated_bytes: int
-    """Bytes that the file's map holds, staged or on a device, block-rounded: st_blocks * 512."""
-
-class FileState(NamedTuple):
-    modified: bool
-    """There is an open version: something came in since the last seal."""
-    killed: bool
-    """A FLUSH by a dying writer was seen since the last seal (never with killed=keep, never for a log)."""
-    log: bool
-    """Opened with O_APPEND, or never had one write above 64 KiB."""
-    unsealed_bytes: int
-    unwritten_bytes: int
-    """Staged bytes that no device has yet."""
-    error: int
-    """errno of the first device failure that lost bytes of this file, or 0."""
-
-class Seal(NamedTuple):
-    seal_id: int
-    """Its extents follow in a ("sealed", ...) event."""
-    size_bytes: int
-    mtime_ns: int
-    ctime_ns: int
-    truncate_to_bytes: int
-    """The smallest size the file had since its last seal: apply cuts the old map there before it adds the rows."""
 
 # ("sealed", seal_id, errno, rows)        all extents of a seal are on their devices (not yet barriered), or failed
 # ("flush", unique, ino, fh, pid)         a FLUSH that must seal; answer with Switch.reply (others are answered natively)
@@ -79,7 +53,10 @@ class DataPlane:
 
     # Device space. The control plane's allocator owns the free ranges; what it hands out is the data plane's.
     def grant(self, device_index: int, ranges: Sequence[tuple[int, int]]) -> None:
-        """Hands over free (offset_bytes, length_bytes) ranges, 4 KiB aligned, to place extents in."""
+        """Hands over free (offset_bytes, length_bytes) ranges, 4 KiB aligned, to place extents in.
+
+        An empty list says that nothing is left there: "grant_wanted" comes again only after an add_free().
+        """
 
     def add_free(self, length_bytes: int) -> None:
         """Raises the bytes that writes may reserve: once at the start, then whatever a commit released."""
@@ -98,7 +75,13 @@ class DataPlane:
         """REQUIRES: not registered. Before OPEN/CREATE is answered. set_id asks for "kill_suidgid" events."""
 
     def unregister(self, ino: int) -> None:
-        """Forgets the file; unsealed data is dropped and its space returned. REQUIRES: no seal in flight."""
+        """Forgets the file; unsealed data is dropped and its space returned. REQUIRES: no seal in flight.
+
+        A clean file's extents stay in memory as a cache, found again by register() with the same rows.
+        """
+
+    def forget(self, ino: int) -> None:
+        """Drops what is still cached of an unregistered file: it is deleted."""
 
     def is_registered(self, ino: int) -> bool: ...
     def attributes(self, ino: int) -> FileAttributes | None:

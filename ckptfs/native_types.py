@@ -1,0 +1,35 @@
+"""What the data plane tells about a file. Times are nanoseconds since 1970."""
+
+from typing import NamedTuple
+
+
+class FileAttributes(NamedTuple):
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+    allocated_bytes: int
+    """Bytes that the file's map holds, staged or on a device, block-rounded: st_blocks * 512."""
+
+
+class FileState(NamedTuple):
+    modified: bool
+    """There is an open version: something came in since the last seal."""
+    killed: bool
+    """A FLUSH by a dying writer was seen since the last seal (never with killed=keep, never for a log)."""
+    log: bool
+    """Opened with O_APPEND, or never had one write above 64 KiB."""
+    unsealed_bytes: int
+    unwritten_bytes: int
+    """Staged bytes that no device has yet."""
+    error: int
+    """errno of the first device failure that lost bytes of this file, or 0."""
+
+
+class Seal(NamedTuple):
+    seal_id: int
+    """Its extents follow in a ("sealed", ...) event."""
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+    truncate_to_bytes: int
+    """The smallest size the file had since its last seal: apply cuts the old map there before it adds the rows."""

@@ -1,0 +1,273 @@
+#include "reader.hpp"
+
+#include <algorithm>
+
+#include "checksum.hpp"
+
+namespace ckptfs {
+
+namespace {
+
+constexpr size_t kMostInFlight = 128;
+// Reads in flight may arrive out of order; within this distance they still count as one sequential run.
+constexpr uint64_t kSequentialSlackBytes = 16 << 20;
+constexpr uint64_t kSequentialAfterBytes = 1 << 20;
+constexpr uint64_t kPrefetchPerDeviceBytes = 8 << 20;
+constexpr uint64_t kMostPrefetchBytes = 64 << 20;
+
+alignas(kBlockBytes) const std::byte zeros[kSlotBytes]{};
+
+void append_zeros(std::vector<iovec>& data, uint64_t length_bytes) {
+  while (length_bytes > 0) {
+    const uint64_t part = std::min(length_bytes, kSlotBytes);
+    data.push_back({const_cast<std::byte*>(zeros), part});
+    length_bytes -= part;
+  }
+}
+
+}  // namespace
+
+struct Reader::PartLoad {
+  Load* load;
+  const Part* part;
+  unsigned tries = 0;
+};
+
+struct Reader::Load {
+  ExtentRef extent;
+  std::vector<std::unique_ptr<PartLoad>> parts;
+  size_t pending;
+  int error = 0;
+  Damage damage{};
+  bool damaged = false;
+};
+
+Reader::Reader(Staging& staging, Space& space, EventQueue& events, IoEngine& engine, size_t device_count)
+    : staging_(staging),
+      space_(space),
+      events_(events),
+      engine_(engine),
+      prefetch_bytes_(std::min(kPrefetchPerDeviceBytes * device_count, kMostPrefetchBytes)) {}
+
+void Reader::start() {
+  thread_ = std::thread([this] { run(); });
+}
+
+void Reader::stop() {
+  stopping_ = true;
+  engine_.wake();
+  if (thread_.joinable()) thread_.join();
+}
+
+void Reader::wake_if_waiting() {
+  if (starved_.load()) engine_.wake();
+}
+
+void Reader::read(std::shared_ptr<ReadRequest> request) {
+  File& file = *request->file;
+  uint64_t prefetch_from = 0;
+  {
+    const std::lock_guard lock(file.mutex_);
+    request->ranges = file.ranges(request->offset_bytes, request->length_bytes);
+    const uint64_t end_bytes = request->offset_bytes + request->length_bytes;
+    const bool near = request->offset_bytes + kSequentialSlackBytes >= file.next_read_bytes_ &&
+                      request->offset_bytes <= file.next_read_bytes_ + kSequentialSlackBytes;
+    file.sequential_bytes_ = near ? file.sequential_bytes_ + request->length_bytes : request->length_bytes;
+    file.next_read_bytes_ = near ? std::max(file.next_read_bytes_, end_bytes) : end_bytes;
+    if (near && file.sequential_bytes_ >= kSequentialAfterBytes) prefetch_from = file.next_read_bytes_;
+  }
+  gather(request);
+  if (prefetch_from > 0) prefetch(file, prefetch_from);
+}
+
+// Pins what is in memory and asks for the rest.
+void Reader::gather(const std::shared_ptr<ReadRequest>& request) {
+  std::vector<ExtentRef> missing;
+  size_t pending = 0;
+  {
+    const auto held = staging_.lock();
+    for (size_t i = 0; i < request->ranges.size(); ++i) {
+      ReadRange& range = request->ranges[i];
+      const ExtentRef& extent = range.extent;
+      if (extent == nullptr) continue;
+      range.pinned = staging_.pin(held, *extent);
+      if (range.pinned) continue;
+      extent->readers.push_back({request, i});
+      ++pending;
+      if (!extent->loading && !extent->load_wanted) {
+        extent->load_wanted = true;
+        missing.push_back(extent);
+      }
+    }
+    request->pending = pending;
+  }
+  want(std::move(missing));
+  if (pending == 0) answer(request);
+}
+
+void Reader::answer(const std::shared_ptr<ReadRequest>& request) {
+  if (request->error != 0 && !request->second_try) {
+    // The file may have been replaced, and its old space reused, under this read: look at the map once more.
+    auto again = std::make_shared<ReadRequest>();
+    again->file = request->file;
+    again->offset_bytes = request->offset_bytes;
+    again->length_bytes = request->length_bytes;
+    again->done = std::move(request->done);
+    again->second_try = true;
+    {
+      const std::lock_guard lock(again->file->mutex_);
+      again->ranges = again->file->ranges(again->offset_bytes, again->length_bytes);
+    }
+    gather(again);
+  } else if (request->error != 0) {
+    if (request->damaged) {
+      space_.count_checksum_error(request->damage.device_index);
+      events_.push(EventKind::bad_checksum,
+                   {request->file->ino_, request->damage_offset_bytes, request->damage.device_index,
+                    request->damage.device_offset_bytes, request->damage.length_bytes});
+    }
+    request->done(request->error, {});
+  } else {
+    std::vector<iovec> data;
+    for (const ReadRange& range : request->ranges) {
+      if (range.extent == nullptr) {
+        append_zeros(data, range.length_bytes);
+      } else {
+        data.push_back({range.extent->memory + range.skip_bytes, range.length_bytes});
+      }
+    }
+    request->done(0, data);
+  }
+  const auto held = staging_.lock();
+  for (const ReadRange& range : request->ranges) {
+    if (range.pinned) staging_.unpin(held, *range.extent);
+  }
+}
+
+void Reader::prefetch(File& file, uint64_t from_bytes) {
+  std::vector<ReadRange> ahead;
+  {
+    const std::lock_guard lock(file.mutex_);
+    ahead = file.ranges(from_bytes, prefetch_bytes_);
+  }
+  std::vector<ExtentRef> missing;
+  {
+    const auto held = staging_.lock();
+    for (const ReadRange& range : ahead) {
+      if (range.extent == nullptr || range.extent->memory != nullptr || range.extent->load_wanted) continue;
+      range.extent->load_wanted = true;
+      missing.push_back(range.extent);
+    }
+  }
+  want(std::move(missing));
+}
+
+void Reader::want(std::vector<ExtentRef> extents) {
+  if (extents.empty()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    wanted_.insert(wanted_.end(), std::make_move_iterator(extents.begin()), std::make_move_iterator(extents.end()));
+  }
+  engine_.wake();
+}
+
+void Reader::run() {
+  std::vector<IoResult> results;
+  while (!stopping_ || in_flight_ > 0) {
+    if (!stopping_) start_loads();
+    results.clear();
+    engine_.wait(results);
+    for (const IoResult& result : results) finish_part(static_cast<PartLoad*>(result.token), result.error);
+  }
+}
+
+void Reader::start_loads() {
+  starved_ = false;
+  while (in_flight_ < kMostInFlight) {
+    ExtentRef extent;
+    {
+      const std::lock_guard lock(mutex_);
+      if (wanted_.empty()) return;
+      extent = std::move(wanted_.front());
+      wanted_.pop_front();
+    }
+    if (start_load(extent)) continue;
+    starved_ = true;  // set before the second look, so that no wake-up is missed
+    if (start_load(extent)) continue;
+    const std::lock_guard lock(mutex_);
+    wanted_.push_front(std::move(extent));
+    return;
+  }
+}
+
+// False when there is no memory for it now; notify_memory wakes us again.
+bool Reader::start_load(const ExtentRef& extent) {
+  {
+    const auto held = staging_.lock();
+    if (!staging_.begin_load(held, *extent)) return false;
+    extent->load_wanted = false;
+  }
+  auto* load = new Load{extent, {}, extent->parts.size()};
+  for (const Part& part : extent->parts) {
+    load->parts.push_back(std::make_unique<PartLoad>(PartLoad{load, &part}));
+    submit(*load->parts.back());
+  }
+  return true;
+}
+
+void Reader::submit(PartLoad& load) {
+  const Part& part = *load.part;
+  engine_.submit({false, part.device_index, part.offset_bytes, load.load->extent->memory + part.skip_bytes,
+                  static_cast<uint32_t>(round_up(part.length_bytes, kBlockBytes)), &load});
+  ++in_flight_;
+}
+
+void Reader::finish_part(PartLoad* loaded, int error) {
+  --in_flight_;
+  Load* load = loaded->load;
+  const Part& part = *loaded->part;
+  const bool matches =
+      error == 0 && checksum(load->extent->memory + part.skip_bytes, part.length_bytes) == part.checksum;
+  space_.read_finished(part.device_index, round_up(part.length_bytes, kBlockBytes), error == 0);
+  if (!matches && ++loaded->tries < 2) {
+    submit(*loaded);
+    return;
+  }
+  if (!matches) {
+    if (error != 0) {
+      events_.push(EventKind::device_error,
+                   {part.device_index, part.offset_bytes, part.length_bytes, static_cast<uint64_t>(error)}, "read");
+    }
+    load->error = EIO;
+    load->damaged = load->damaged || error == 0;
+    load->damage = {part.device_index, part.offset_bytes, part.length_bytes, part.skip_bytes};
+  }
+  if (--load->pending == 0) finish(std::unique_ptr<Load>(load));
+}
+
+void Reader::finish(std::unique_ptr<Load> load) {
+  std::vector<std::shared_ptr<ReadRequest>> ready;
+  std::vector<WaitingRead> readers;
+  {
+    const auto held = staging_.lock();
+    Extent& extent = *load->extent;
+    staging_.finish_load(held, extent, load->error == 0);
+    readers.swap(extent.readers);
+    for (const WaitingRead& reader : readers) {
+      ReadRequest& request = *reader.request;
+      ReadRange& range = request.ranges[reader.range_index];
+      if (load->error == 0) {
+        range.pinned = staging_.pin(held, extent);
+      } else {
+        request.error = load->error;
+        request.damaged = load->damaged;
+        request.damage = load->damage;
+        request.damage_offset_bytes = range.file_offset_bytes - range.skip_bytes + load->damage.skip_bytes;
+      }
+      if (--request.pending == 0) ready.push_back(reader.request);
+    }
+  }
+  for (const auto& request : ready) answer(request);
+}
+
+}  // namespace ckptfs
