@@ -15,7 +15,7 @@ FLOORS: dict[str, int] = {
     module: floor
     for floor, modules in enumerate(
         [
-            "constants errors layout",
+            "constants errors layout native_types",
             "allocator extents namespace records",
             "device _native",
             "journal recovery snapshot superblock",
