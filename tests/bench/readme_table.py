@@ -18,7 +18,8 @@ END = "<!-- bench:end -->"
 def markdown(run: dict[str, Any]) -> str:
     """The machine in a sentence, the rows, the criteria."""
     facts = "; ".join(f"{name}: {value}" for name, value in run["machine"].items())
-    lines = [f"{facts}.", "", "| measurement | place | median | GB/s | speed, first place = 1 |", "|---|---|---:|---:|---:|"]
+    lines = [f"{facts}.", ""]
+    lines += ["| measurement | place | median | GB/s | speed, first place = 1 |", "|---|---|---:|---:|---:|"]
     group = None
     for row in run["rows"]:
         name = "" if row["group"] == group else row["group"]
