@@ -36,7 +36,7 @@ native_tests() {
 check "ruff check" ruff check .
 check "ruff format" ruff format --check .
 check "mypy" mypy
-mapfile -t native_sources < <(git ls-files 'native/*.cpp' 'native/*.hpp')
+mapfile -t native_sources < <(find native -name '*.[ch]pp' | sort)
 check "clang-format" clang-format --dry-run -Werror "${native_sources[@]}"
 check "pytest" python -m pytest "${marks[@]}" "$@"
 check "native tests, address sanitizer" native_tests address
