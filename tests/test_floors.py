@@ -16,11 +16,11 @@ FLOORS: dict[str, int] = {
     for floor, modules in enumerate(
         [
             "constants errors layout native_types",
-            "allocator extents namespace records",
+            "allocator extents frames namespace records",
             "device _native",
             "journal recovery snapshot superblock",
             "commit dataplane",
-            "client control operations volume",
+            "client control offline operations volume",
             "bench cli daemon export fsck inspect mkfs mount problems status umount wait",
             "__init__ __main__",
         ]
