@@ -83,6 +83,16 @@ class Device:
             os.close(self.fd)
             self.fd = -1
 
+    def is_same(self, path: str) -> bool:
+        """True when path leads to this device, by whatever name."""
+        try:
+            there, here = os.stat(path), os.fstat(self.fd)
+        except OSError:
+            return False
+        if self.is_block:
+            return stat.S_ISBLK(there.st_mode) and there.st_rdev == here.st_rdev
+        return os.path.samestat(there, here)
+
     def read(self, offset_bytes: int, length_bytes: int) -> bytes:
         """Reads any range; I/O is aligned inside.
 
@@ -140,24 +150,24 @@ class Device:
 
     def _read_into(self, buffer: mmap.mmap, offset_bytes: int, length_bytes: int) -> None:
         done = 0
-        with memoryview(buffer) as view:
-            while done < length_bytes:
-                try:
+        try:
+            with memoryview(buffer) as view:
+                while done < length_bytes:
                     count = os.preadv(self.fd, [view[done:length_bytes]], offset_bytes + done)
-                except OSError as error:
-                    raise self._failed("read", offset_bytes, length_bytes, error) from error
-                if count == 0:
-                    raise self._failed("read", offset_bytes, length_bytes, OSError(errno.EIO, "the device ends there"))
-                done += count
+                    if count == 0:
+                        raise OSError(errno.EIO, "the device ends there")
+                    done += count
+        except OSError as error:
+            raise self._failed("read", offset_bytes, length_bytes, error) from error
 
     def _write_from(self, buffer: mmap.mmap, offset_bytes: int, length_bytes: int) -> None:
         done = 0
-        with memoryview(buffer) as view:
-            while done < length_bytes:
-                try:
+        try:
+            with memoryview(buffer) as view:
+                while done < length_bytes:
                     done += os.pwritev(self.fd, [view[done:length_bytes]], offset_bytes + done)
-                except OSError as error:
-                    raise self._failed("write", offset_bytes, length_bytes, error) from error
+        except OSError as error:
+            raise self._failed("write", offset_bytes, length_bytes, error) from error
 
     def _failed(self, verb: str, offset_bytes: int, length_bytes: int, error: OSError) -> DeviceFailed:
         where = f" at offset {offset_bytes}, length {length_bytes}" if length_bytes else ""
