@@ -15,7 +15,7 @@ FLOORS: dict[str, int] = {
     module: floor
     for floor, modules in enumerate(
         [
-            "constants errors layout native_types",
+            "constants errors layout native_types sizes",
             "allocator extents frames namespace records",
             "device _native",
             "journal recovery snapshot superblock",
