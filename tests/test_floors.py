@@ -20,7 +20,7 @@ FLOORS: dict[str, int] = {
             "device _native",
             "journal recovery snapshot superblock",
             "commit dataplane",
-            "client control offline operations volume",
+            "checks client control files names offline operations requests volume",
             "bench cli daemon export fsck inspect mkfs mount problems status umount wait",
             "__init__ __main__",
         ]
