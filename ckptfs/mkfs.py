@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import time
 import uuid
 from collections.abc import Sequence
 
 import click
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ckptfs import layout
@@ -22,6 +23,7 @@ from ckptfs.device import Device, create_image, foreign_signature, is_mounted
 from ckptfs.errors import CkptfsError, DeviceBusy, DeviceInUse, DeviceMissing, DeviceTooSmall, NotAVolume, UsageError
 from ckptfs.journal import START
 from ckptfs.namespace import Namespace
+from ckptfs.offline import output_console
 from ckptfs.sizes import format_size, parse_size
 from ckptfs.snapshot import capacity_bytes, write_first_snapshot
 from ckptfs.superblock import Superblock, read_superblock, wipe_superblocks, write_superblocks
@@ -226,13 +228,13 @@ def _describe(paths: Sequence[str], superblocks: Sequence[Superblock]) -> dict[s
 
 
 def _show(paths: Sequence[str], superblocks: Sequence[Superblock]) -> None:
-    console = Console()
-    label = f" [bold]{superblocks[0].label}[/bold]" if superblocks[0].label else ""
-    console.print(f"Made volume{label} {superblocks[0].volume_uuid}", highlight=False)
+    console = output_console()
+    label = f" [bold]{escape(superblocks[0].label)}[/bold]" if superblocks[0].label else ""
+    console.print(f"Made volume{label} {superblocks[0].volume_uuid}")
     table = Table("device", "path", "size", "for data", "metadata", box=None, pad_edge=False)
     for path, superblock in zip(paths, superblocks, strict=True):
         metadata = "yes" if superblock.metadata(layout.REGION_JOURNAL) else "–"
         sizes = (superblock.size_bytes, superblock.data.length_bytes)
-        table.add_row(str(superblock.device_index), path, *map(format_size, sizes), metadata)
+        table.add_row(str(superblock.device_index), escape(path), *map(format_size, sizes), metadata)
     console.print(table)
-    console.print(f"Mount it with: ckptfs mount {' '.join(paths)} MOUNTPOINT", highlight=False, soft_wrap=True)
+    console.print(f"Mount it with: ckptfs mount {escape(shlex.join(paths))} MOUNTPOINT")

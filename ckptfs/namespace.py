@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ckptfs import extents
-from ckptfs.constants import FIRST_FREE_INO, LOST_AND_FOUND_INO, LOST_AND_FOUND_NAME, ROOT_INO
+from ckptfs.constants import FIRST_FREE_INO, LOST_AND_FOUND_INO, LOST_AND_FOUND_NAME, MAX_NAME_BYTES, ROOT_INO
 from ckptfs.errors import FsError
 from ckptfs.extents import StoredExtent
 
@@ -30,6 +30,11 @@ class Applied:
         """Takes in what another change let go."""
         self.freed += other.freed
         self.dropped += other.dropped
+
+
+def is_name(name: bytes) -> bool:
+    """True for what can be a name in a directory."""
+    return 0 < len(name) <= MAX_NAME_BYTES and name not in (b".", b"..") and b"/" not in name and b"\0" not in name
 
 
 class Inode:

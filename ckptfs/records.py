@@ -30,7 +30,7 @@ from ckptfs.constants import (
     ROOT_INO,
 )
 from ckptfs.errors import FsError, VolumeDamaged
-from ckptfs.namespace import Applied, Inode, Namespace
+from ckptfs.namespace import Applied, Inode, Namespace, is_name
 
 __all__ = [
     "Applied",
@@ -445,7 +445,7 @@ def _directory_for_new_name(namespace: Namespace, ino: int, name: bytes) -> Inod
         raise FsError(errno.ENOENT)
     if len(name) > MAX_NAME_BYTES:
         raise FsError(errno.ENAMETOOLONG)
-    if name in (b"", b".", b"..") or b"/" in name or b"\0" in name:
+    if not is_name(name):
         raise FsError(errno.EINVAL)
     return parent
 

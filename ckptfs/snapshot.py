@@ -28,7 +28,7 @@ from ckptfs.errors import DeviceFailed, MetadataFull, Problem, ProblemCode, Volu
 from ckptfs.frames import FrameWriter, is_intact, read_header
 from ckptfs.journal import JournalPosition
 from ckptfs.layout import BLOCK_BYTES, Region
-from ckptfs.namespace import Inode, Namespace
+from ckptfs.namespace import Inode, Namespace, is_name
 from ckptfs.superblock import Superblock, is_sealed_block, seal_block
 
 ITEM_BEGIN = 0
@@ -447,6 +447,8 @@ def _decode_item(namespace: Namespace, item: list[Any]) -> None:
     elif kind == ITEM_ROWS:
         namespace.inodes[item[1]].rows += item[2]
     elif kind == ITEM_NAMES:
+        if not all(map(is_name, item[2])):
+            raise ValueError("a name that cannot be one")
         namespace.directory(item[1]).update(item[2])
     elif kind == ITEM_BEGIN:
         namespace.next_ino = item[1]
