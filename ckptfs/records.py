@@ -402,7 +402,7 @@ def _seal(namespace: Namespace, record: Seal) -> Applied:
         return Applied(freed=extents.stored_extents(record.rows))
     if not inode.is_file:
         raise FsError(errno.EISDIR if inode.is_directory else errno.EINVAL)
-    if not extents.end_bytes(record.rows) <= record.size_bytes <= MAX_FILE_BYTES or extents.find_fault(record.rows):
+    if extents.find_fault(record.rows) or not extents.end_bytes(record.rows) <= record.size_bytes <= MAX_FILE_BYTES:
         raise FsError(errno.EINVAL)
     # What lies beyond the new end must not come back when the file grows again.
     inode.rows, freed = extents.merge(inode.rows, record.rows, min(record.truncate_to_bytes, record.size_bytes))

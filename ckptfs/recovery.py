@@ -104,7 +104,7 @@ class _Replay:
             records = decode_entry(entry)
             try:
                 apply_entry(self.namespace, records)
-            except CkptfsError as error:
+            except (CkptfsError, AttributeError, TypeError, ValueError) as error:
                 self._fail(ProblemCode.RECORD_REFUSED, f"{records!r:.500}: {error}")
                 raise VolumeDamaged(f"a record of group {self.end.sequence} cannot be applied") from error
         self.gaps += group.gaps

@@ -219,7 +219,7 @@ def _write_to(
             writer.frame_index,
             writer.offset_bytes - BLOCK_BYTES,
             writer.previous_checksum,
-            len(namespace.inodes),
+            sum(1 for _ in _named(namespace)),
             time.time_ns(),
         )
         _on_all(pool, targets, partial(_Target.finish, header_block=seal_block(header)))
@@ -275,13 +275,18 @@ def _payloads(namespace: Namespace) -> Iterator[tuple[bytes, bool]]:
 
 def _items(namespace: Namespace) -> Iterator[tuple[object, ...]]:
     yield ITEM_BEGIN, namespace.next_ino
-    for inode in namespace.inodes.values():
+    for inode in _named(namespace):
         yield _inode_item(inode)
         for at in range(0, len(inode.rows), ROWS_BYTES_PER_ITEM):
             yield ITEM_ROWS, inode.ino, inode.rows[at : at + ROWS_BYTES_PER_ITEM]
         names = iter((inode.children or {}).items())
         while chunk := dict(islice(names, NAMES_PER_ITEM)):
             yield ITEM_NAMES, inode.ino, chunk
+
+
+def _named(namespace: Namespace) -> Iterator[Inode]:
+    """What a snapshot holds: not what is only open still, for nobody can have it open after a crash."""
+    return (inode for inode in namespace.inodes.values() if inode.nlink)
 
 
 def _inode_item(inode: Inode) -> tuple[object, ...]:
