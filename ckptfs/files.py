@@ -59,6 +59,7 @@ class OpenFile:
 class KilledFile(NamedTuple):
     """A version whose writer was killed."""
 
+    ino: int
     path: str
     kept_as: str | None
     """Where in lost+found what had been written is; None when nothing had."""
@@ -263,7 +264,7 @@ class Files:
         else:
             kept = self._bring_back_sealed_version(file, keep=state.unsealed_bytes > 0)
         kept_as = self._names.path(kept) if kept is not None else None
-        self.killed.append(KilledFile(path, kept_as, size_bytes, time.time_ns()))
+        self.killed.append(KilledFile(file.ino, path, kept_as, size_bytes, time.time_ns()))
         log.warning("the writer of %s was killed before it closed the file; kept as %s", path, kept_as or "nothing")
 
     def _put_new_file_away(self, file: OpenFile, withheld: Withheld, *, keep: bool) -> int | None:

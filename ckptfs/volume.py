@@ -429,6 +429,13 @@ class Volume:
             return "failed"
         return "buffered" if state is not None and state.unwritten_bytes else "flushing"
 
+    def progress(self) -> dict[str, int]:
+        """How far the way to the devices still is."""
+        unwritten_bytes = self._data_plane.statistics()["unwritten_bytes"]
+        assert isinstance(unwritten_bytes, int)
+        entries = self.log.position - self.log.durable_position
+        return {"unwritten_bytes": unwritten_bytes, "log_entries": entries}
+
     def committed_rows(self, ino: int) -> bytes:
         """The map of a file's durable version."""
         inode = self.log.durable.inodes.get(ino)

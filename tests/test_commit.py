@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
 from ckptfs import commit
 from ckptfs.errors import CkptfsError, DeviceFailed, JournalFull

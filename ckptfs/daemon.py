@@ -1,0 +1,402 @@
+"""`python -m ckptfs.daemon`: serves one mount. `ckptfs mount` starts it and waits for its word on the ready pipe.
+
+Life: devices -> recovery -> data plane -> mount(2) -> switch and pyfuse3 -> the word "ready" when the kernel has
+taken the INIT reply -> requests, until the mount is gone -> draining: all that was acknowledged is made durable,
+a snapshot is left for the next mount -> the last word to whoever waits on the control socket -> end.
+
+Concurrency: one trio thread, and the native side's threads, which never wait for it. What blocks (unmounting,
+stopping threads) runs in worker threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+import pyfuse3
+import trio
+
+from ckptfs import fusemount, runtime
+from ckptfs._native import DataPlane, Switch
+from ckptfs.control import Control
+from ckptfs.dataplane import dispatch_events
+from ckptfs.errors import CkptfsError, MountError, Problem
+from ckptfs.mount_options import MountOptions, parse_options
+from ckptfs.operations import Operations
+from ckptfs.recovery import Recovered, recover
+from ckptfs.requests import Requests
+from ckptfs.superblock import VolumeDevices, assemble
+from ckptfs.volume import Volume
+
+log = logging.getLogger("ckptfs.daemon")
+
+RELEASE_GRACE_S = 1.0
+"""RELEASE comes after close(2) has returned: how long an unmount waits for those under way."""
+BUSY_GRACE_S = 5.0
+"""How long SIGTERM waits for open files to be closed before it leaves them behind."""
+LAST_WORD_GRACE_S = 2.0
+MAX_UNDURABLE_SHOWN = 1000
+PR_SET_IO_FLUSHER = 57
+
+
+class Daemon:
+    """One mount, from the recovered volume to the end."""
+
+    def __init__(
+        self,
+        devices: VolumeDevices,
+        recovered: Recovered,
+        options: MountOptions,
+        registration: runtime.Registration,
+        ready: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._devices = devices
+        self._recovered = recovered
+        self._options = options
+        self._registration = registration
+        self._mountpoint = registration.state.mountpoint
+        self._ready = ready
+        self._lost: list[str] = []
+        self._stop_error: str | None = None
+        self._unmounting = False
+        self._mount_gone = trio.Event()
+        self._ended = trio.Event()
+        self._data_plane = DataPlane(
+            device_fds=[device.fd for device in devices.devices],
+            device_names=[device.path for device in devices.devices],
+            staging_limit_bytes=options.staging_bytes,
+            io_backend=options.io_backend,
+            keep_killed=options.keep_killed,
+        )
+        self._volume = Volume(
+            devices, recovered, self._data_plane, read_only=options.read_only, commit_interval_s=options.commit_s
+        )
+
+    async def serve(self) -> int:
+        """Mounts, serves, drains. Returns the exit status."""
+        max_write_bytes = fusemount.best_max_write_bytes()
+        fuse_fd = await trio.to_thread.run_sync(self._mount)
+        self._data_plane.start()
+        threads = max(2, min(4, os.cpu_count() or 2))
+        self._switch = Switch(
+            self._data_plane, fuse_fd=fuse_fd, max_write_bytes=max_write_bytes, reader_threads=threads
+        )
+        async with trio.open_nursery() as nursery:
+            control = Control(self._volume, self._mountpoint, self._status, self._leave_when_asked)
+            nursery.start_soon(control.serve, self._registration.state.socket_path)
+            nursery.start_soon(self._leave_on_signals)
+            nursery.start_soon(self._volume.run)
+            requests = Requests(self._volume, self._switch, nursery)
+            nursery.start_soon(dispatch_events, self._data_plane, self._handlers(requests, nursery))
+            await self._serve_requests(nursery)
+            await self._drain()
+            await trio.to_thread.run_sync(self._stop_native)
+            self._devices_close()
+            os.close(fuse_fd)
+            self._registration.remove()
+            self._ended.set()
+            # Whoever waits on the control socket gets the last word; nobody is waited for.
+            with trio.move_on_after(LAST_WORD_GRACE_S):
+                while self._leaving:
+                    await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
+        return 1 if self._lost or self._stop_error else 0
+
+    def _mount(self) -> int:
+        return fusemount.open_connection(
+            self._mountpoint,
+            source=self._options.source or ",".join(device.path for device in self._devices.devices),
+            kind=f"fuse.{self._options.kind}",
+            flags=self._options.mount_flags,
+            allow_other=self._options.allow_other,
+        )
+
+    async def _serve_requests(self, nursery: trio.Nursery) -> None:
+        """Until the mount is gone."""
+        pyfuse3.init(Operations(self._volume, nursery), f"/dev/fd/{self._switch.control_fd}", set())
+        self._switch.start()
+        try:
+            await pyfuse3.main()
+        except Exception:
+            log.exception("serving requests ended")
+            self._stop_error = "the daemon failed; see its log"
+            await self._unmount(lazily=True)
+        self._mount_gone.set()
+        self._registration.tell(runtime.DRAINING)
+        log.info("%s is unmounted; making everything durable", self._mountpoint)
+
+    async def _drain(self) -> None:
+        """All that was acknowledged goes to the devices; what cannot is noted by name."""
+        try:
+            await trio.to_thread.run_sync(self._switch.stop)
+            pyfuse3.close(unmount=False)
+            self._lost += [f"{path}: still open for writing when it ended" for path in self._volume.files.close_all()]
+            await self._volume.drain()
+        except Exception as error:
+            log.exception("not everything could be made durable")
+            self._stop_error = str(error)
+        paths = map(self._volume.names.path, self._volume.undurable())
+        self._lost += [f"{path}: {self._stop_error}" for path in paths if self._stop_error]
+        for lost in self._lost:
+            log.error("lost: %s", lost)
+
+    def _stop_native(self) -> None:
+        self._data_plane.stop()
+
+    def _devices_close(self) -> None:
+        self._recovered.journal.close()
+        self._devices.close()
+
+    # Events of the native side.
+
+    def _handlers(self, requests: Requests, nursery: trio.Nursery) -> dict[str, Callable[..., None]]:
+        volume = self._volume
+        return {
+            **requests.handlers,
+            "sealed": volume.log.seal_written,
+            "grant_wanted": volume.space.grant,
+            "no_room": lambda needed_bytes: nursery.start_soon(volume.space.resolve_no_room, volume.log),
+            "kill_suidgid": volume.clear_set_id,
+            "device_error": self._note_device_error,
+            "bad_checksum": self._note_bad_checksum,
+            "initialised": lambda: nursery.start_soon(self._tell_ready),
+            "disconnected": pyfuse3.terminate,
+        }
+
+    async def _tell_ready(self) -> None:
+        await trio.to_thread.run_sync(fusemount.raise_read_ahead, self._mountpoint)
+        self._registration.tell(runtime.MOUNTED)
+        log.info("mounted at %s", self._mountpoint)
+        self._ready({"ready": True, "pid": os.getpid(), "warnings": self._warnings()})
+
+    def _warnings(self) -> list[str]:
+        warnings = [_describe(problem) for problem in self._recovered.problems]
+        if self._recovered.damaged:
+            warnings.append("the volume is damaged and mounted read-only: run ckptfs fsck")
+        buffered = [device.path for device in self._devices.devices if not device.direct]
+        if buffered:
+            warnings.append(f"no O_DIRECT on {', '.join(buffered)}: writes are buffered and synced")
+        return warnings
+
+    def _note_device_error(
+        self, device_index: int, operation: str, offset_bytes: int, length_bytes: int, error: int
+    ) -> None:
+        path = self._devices.devices[device_index].path
+        self._note(f"{path}: {operation} at offset {offset_bytes}, {length_bytes} bytes: {os.strerror(error)}")
+
+    def _note_bad_checksum(
+        self, ino: int, file_offset_bytes: int, device_index: int, device_offset_bytes: int, length_bytes: int
+    ) -> None:
+        self._note(
+            f"{self._volume.names.path(ino)}, offset {file_offset_bytes}: wrong checksum of {length_bytes} bytes on"
+            f" {self._devices.devices[device_index].path}, offset {device_offset_bytes}"
+        )
+
+    def _note(self, message: str) -> None:
+        log.error("%s", message)
+        self._volume.errors.append(message)
+
+    # Leaving.
+
+    _leaving = 0
+    """Control clients that wait for the last word."""
+
+    async def _leave_when_asked(self) -> dict[str, Any]:
+        """`ckptfs umount`: everything durable, then unmount, then the end."""
+        self._leaving += 1
+        try:
+            if not self._mount_gone.is_set():
+                await self._flush()
+                await self._unmount(lazily=False)
+            await self._ended.wait()
+        finally:
+            self._leaving -= 1
+        if self._lost or self._stop_error:
+            what = "; ".join(self._lost) or self._stop_error
+            return {"error": f"not everything could be made durable: {what}", "exit_status": 1, "lost": self._lost}
+        return {"done": True, "lost": []}
+
+    async def _leave_on_signals(self) -> None:
+        """SIGTERM and SIGINT: as umount, but files that stay open are left behind."""
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async for number in signals:
+                log.info("%s: leaving", signal.Signals(number).name)
+                await self._flush()
+                try:
+                    await self._unmount(lazily=False)
+                except CkptfsError as error:
+                    log.warning("%s; its open files are left behind", error)
+                    await self._abandon()
+
+    async def _abandon(self) -> None:
+        await self._unmount(lazily=True)
+        with trio.move_on_after(BUSY_GRACE_S):
+            await self._mount_gone.wait()
+        if not self._mount_gone.is_set():
+            pyfuse3.terminate()
+
+    async def _flush(self) -> None:
+        try:
+            await self._volume.sync()
+        except CkptfsError as error:
+            log.error("not everything can be made durable: %s", error)
+        with trio.move_on_after(RELEASE_GRACE_S):
+            while any(file.handles for file in self._volume.files):
+                await trio.sleep(0.005)
+
+    async def _unmount(self, *, lazily: bool) -> None:
+        try:
+            await trio.to_thread.run_sync(lambda: fusemount.unmount(self._mountpoint, lazily=lazily))
+        except MountError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            raise await trio.to_thread.run_sync(self._busy) from None
+
+    def _busy(self) -> MountError:
+        paths = [self._volume.names.path(file.ino) for file in self._volume.files if file.handles]
+        parts = [f"open: {', '.join(paths[:10])}"] if paths else []
+        users = fusemount.processes_using(self._mountpoint)
+        parts += [f"used by {', '.join(users[:10])}"] if users else []
+        busy = MountError(f"{self._mountpoint} is busy ({'; '.join(parts) or 'in use'}): close that and try again")
+        busy.errno = errno.EBUSY
+        return busy
+
+    # Status.
+
+    def _status(self) -> dict[str, Any]:
+        volume, state = self._volume, self._registration.state
+        plane, switch = self._data_plane.statistics(), self._switch.statistics()
+        undurable = volume.undurable()
+        return {
+            "pid": state.pid,
+            "mountpoint": state.mountpoint,
+            "state": state.state,
+            "volume": state.volume_uuid,
+            "label": state.label,
+            "read_only": volume.read_only,
+            "devices": plane.pop("devices"),
+            "space": volume.statfs()._asdict(),
+            "staging": {
+                key: plane.pop(f"staging_{key}")
+                for key in ("limit_bytes", "populated_bytes", "used_bytes", "dirty_bytes")
+            },
+            "log": {
+                "entries": volume.log.position - volume.log.durable_position,
+                "position": volume.log.position,
+                "durable_position": volume.log.durable_position,
+                "journal_used_fraction": round(volume.log.journal_used_fraction, 4),
+                "error": str(volume.log.error) if volume.log.error else None,
+            },
+            **plane,
+            "kernel": switch,
+            "undurable_count": len(undurable),
+            "undurable": [
+                {"path": volume.names.path(ino), "state": volume.state(ino)} for ino in undurable[:MAX_UNDURABLE_SHOWN]
+            ],
+            "killed": [killed._asdict() for killed in volume.files.killed],
+            "errors": list(volume.errors),
+            "warnings": self._warnings(),
+            "log_path": state.log_path,
+        }
+
+
+@click.command()
+@click.option("--ready-fd", type=int, required=True, help="Where to say that the mount is ready, or why not.")
+@click.option("--foreground", is_flag=True, help="Log to standard error.")
+@click.option("-o", "options", multiple=True)
+@click.argument("devices", nargs=-1, required=True)
+@click.argument("mountpoint")
+def command(
+    ready_fd: int, foreground: bool, options: tuple[str, ...], devices: tuple[str, ...], mountpoint: str
+) -> None:
+    """Serve a mount of a volume. Started by `ckptfs mount`."""
+    pipe = os.fdopen(ready_fd, "w")
+
+    def ready(word: dict[str, Any]) -> None:
+        if not pipe.closed:
+            pipe.write(json.dumps(word) + "\n")
+            pipe.close()
+
+    try:
+        status = run(list(devices), mountpoint, parse_options(options), ready, foreground=foreground)
+    except CkptfsError as error:
+        log.error("%s", error)
+        ready({"error": str(error), "exit_status": error.exit_status, "kind": type(error).__name__})
+        status = error.exit_status
+    except Exception as error:
+        log.exception("the daemon failed")
+        ready({"error": f"the daemon failed: {type(error).__name__}: {error}", "exit_status": 1, "kind": "unexpected"})
+        status = 1
+    # Not by sys.exit(): the interpreter's end would wait for threads that wait for nothing any more.
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def run(
+    device_paths: list[str],
+    mountpoint: str,
+    options: MountOptions,
+    ready: Callable[[dict[str, Any]], None],
+    *,
+    foreground: bool,
+) -> int:
+    """Serves a mount to its end. Returns the exit status."""
+    device_paths = [os.path.realpath(path) for path in device_paths]
+    mountpoint = fusemount.real_mountpoint(mountpoint)
+    os.chdir("/")
+    _become_io_flusher()
+    with assemble(device_paths, writable=not options.read_only, exclusive=True) as devices:
+        paths = [os.path.realpath(device.path) for device in devices.devices]
+        registration = runtime.Registration(str(devices.volume_uuid), devices.label, mountpoint, paths)
+        try:
+            _log_to(None if foreground else registration.state.log_path)
+            log.info("volume %s on %s", devices.volume_uuid, ", ".join(paths))
+            recovered = recover(devices, read_only=options.read_only)
+            for problem in recovered.problems:
+                log.warning("%s", _describe(problem))
+            options.read_only = options.read_only or recovered.damaged
+            daemon = Daemon(devices, recovered, options, registration, ready)
+        except BaseException:
+            registration.remove()
+            raise
+        return trio.run(_serve, daemon)
+
+
+async def _serve(daemon: Daemon) -> int:
+    return await daemon.serve()
+
+
+def _describe(problem: Problem) -> str:
+    return f"{problem.code.value}: {problem.place}: found {problem.found}, expected {problem.expected}"
+
+
+def _log_to(path: str | None) -> None:
+    """Sends the log, and whatever native code prints, to a file or to standard error."""
+    if path is not None:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        for standard_fd in (1, 2):
+            os.dup2(fd, standard_fd)
+        os.close(fd)
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    logging.getLogger("pyfuse3").setLevel(logging.WARNING)
+
+
+def _become_io_flusher() -> None:
+    """Under memory pressure the kernel is not to wait for writes through the mount on our behalf."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0) != 0:
+        log.info("PR_SET_IO_FLUSHER: %s", os.strerror(ctypes.get_errno()))
+
+
+if __name__ == "__main__":
+    command()
