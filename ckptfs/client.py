@@ -113,6 +113,11 @@ def ask(
     )
 
 
+def request(path: str, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Asks the daemon whose mount holds a path about what is at that path."""
+    return ask(find(path), {**request, "ino": _ino(path)})
+
+
 def status(path: str | None = None) -> dict[str, Any]:
     """What `ckptfs status --json` prints of the volume at a path, or of the only one."""
     state = find(path) if path is not None else find_only()
@@ -140,11 +145,7 @@ def wait_durable(path: str | os.PathLike[str], timeout: float | None = None) -> 
 
 def wait(path: str, *, timeout_s: float | None = None, on_progress: OnProgress | None = None) -> None:
     """wait_durable() that can show its progress."""
-    state = find(path)
-    try:
-        ino = os.stat(path).st_ino
-    except OSError as error:
-        raise NotMounted(f"{path}: {error.strerror}") from None
+    state, ino = find(path), _ino(path)
     try:
         ask(state, {"command": "wait", "ino": ino}, timeout_s=timeout_s, on_progress=on_progress)
     except WaitTimedOut:
@@ -156,6 +157,13 @@ def wait_for_end(pid: int) -> None:
     with contextlib.suppress(FileNotFoundError):
         while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X"):
             time.sleep(0.01)
+
+
+def _ino(path: str) -> int:
+    try:
+        return os.stat(path).st_ino
+    except OSError as error:
+        raise NotMounted(f"{path}: {error.strerror}") from None
 
 
 def _lines(connection: socket.socket, deadline: float | None, state: runtime.State) -> Iterator[dict[str, Any]]:

@@ -126,28 +126,18 @@ class Control:
 
     async def _umount(self, request: Request, send: Send) -> dict[str, Any]:
         del request
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._send_progress, send)
-            answer = await self._leave()
-            nursery.cancel_scope.cancel()
-        return answer
+        return await self._with_progress(send, self._leave)
 
     async def _wait(self, request: Request, send: Send) -> dict[str, Any]:
         whole = request.get("path") is None and request.get("ino") is None
         inode = None if whole else self._inode(request)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._send_progress, send)
-            try:
-                await self._wait_until_durable(inode)
-            finally:
-                nursery.cancel_scope.cancel()
-        return {"done": True}
+        return await self._with_progress(send, lambda: self._wait_until_durable(inode))
 
-    async def _wait_until_durable(self, inode: Inode | None) -> None:
+    async def _wait_until_durable(self, inode: Inode | None) -> dict[str, Any]:
         volume = self._volume
         if inode is None:
             await volume.sync()
-            return
+            return {"done": True}
         killed_before = len(volume.files.killed)
         while being_written := self._being_written(inode):
             if volume.log.error is not None:
@@ -161,6 +151,7 @@ class Control:
             raise WaitFailed(f"{volume.names.path(inode.ino)} could not be saved: its data is lost; see ckptfs status")
         if inode.nlink == 0:
             raise WaitFailed("the file was deleted meanwhile")
+        return {"done": True}
 
     def _being_written(self, inode: Inode) -> set[int]:
         """The inode, or the files below it, as far as they have an open version."""
@@ -171,10 +162,27 @@ class Control:
             return set()
         return open_versions & {found.ino for _, found in self._volume.live.walk(inode.ino)}
 
-    async def _send_progress(self, send: Send) -> None:
-        while True:
-            await trio.sleep(PROGRESS_INTERVAL_S)
-            await send({"progress": self._volume.progress()})
+    async def _with_progress(self, send: Send, work: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+        """Does some work, and tells how far it is. A client that goes away cancels it."""
+        outcome: dict[str, Any] | CkptfsError = WaitFailed("the client went away")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._send_progress, send, nursery.cancel_scope)
+            try:
+                outcome = await work()
+            except CkptfsError as error:
+                outcome = error
+            nursery.cancel_scope.cancel()
+        if isinstance(outcome, CkptfsError):
+            raise outcome
+        return outcome
+
+    async def _send_progress(self, send: Send, work: trio.CancelScope) -> None:
+        try:
+            while True:
+                await trio.sleep(PROGRESS_INTERVAL_S)
+                await send({"progress": self._volume.progress()})
+        except trio.BrokenResourceError:
+            work.cancel()
 
     def _inode(self, request: Request) -> Inode:
         if request.get("ino") is not None:

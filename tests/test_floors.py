@@ -20,8 +20,8 @@ FLOORS: dict[str, int] = {
             "device _native",
             "journal recovery snapshot superblock",
             "commit dataplane",
-            "checks client control files names offline operations requests volume",
-            "bench cli daemon export fsck inspect mkfs mount problems status umount wait",
+            "checks client control files fusemount names offline operations requests runtime volume",
+            "bench cli daemon export fsck inspect mkfs mount mount_options problems progress status umount wait",
             "__init__ __main__",
         ]
     )
