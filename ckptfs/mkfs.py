@@ -68,9 +68,19 @@ def make_volume(
         for path in paths:
             devices.append(_open(path, devices, is_new=path in images, force=force))
             stack.callback(devices[-1].close)
-        superblocks = _plan(devices, label)
-        _write(devices, superblocks)
+        superblocks = format_devices(devices, label)
         images.clear()
+    return superblocks
+
+
+def format_devices(devices: Sequence[Device], label: str = "") -> list[Superblock]:
+    """Writes an empty volume over open devices, whatever they hold. REQUIRES: they are large enough.
+
+    Raises:
+        DeviceFailed: A device failed, and there is no volume.
+    """
+    superblocks = _plan(devices, label)
+    _write(devices, superblocks)
     return superblocks
 
 

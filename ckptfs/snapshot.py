@@ -393,13 +393,15 @@ def read_newest_snapshot(
         for slot in slots
         if slot.fault is not None
     ]
+    bad: list[Slot] = []
     for slot in _newest_first(slots):
         assert slot.header is not None
         namespace = _decode_or_fault(slot)
         if isinstance(namespace, str):
             problems.append(_damaged(slot, namespace))
+            bad.append(slot)
             continue
-        problems += _compare_mirrors(slots, slot)
+        problems += _compare_mirrors([other for other in slots if other not in bad], slot)
         is_fallback = any(other.header and other.header.generation > slot.header.generation for other in slots)
         return Snapshot(namespace, slot.header, slots, slot, is_fallback), problems
     raise VolumeDamaged(

@@ -9,14 +9,60 @@ from pathlib import Path
 
 import xxhash
 
+from ckptfs.device import Device
+from ckptfs.errors import DeviceFailed
 from ckptfs.extents import Row, pack
-from ckptfs.layout import MIB, space_bytes
-from ckptfs.mkfs import make_volume
+from ckptfs.layout import BLOCK_BYTES, MIB, space_bytes
+from ckptfs.mkfs import format_devices, make_volume
 from ckptfs.records import Create, Record, Seal, encode_entry
 from ckptfs.recovery import Recovered, recover
 from ckptfs.superblock import VolumeDevices, assemble
 
 IMAGE_BYTES = 16 * MIB
+
+
+class MemoryDevice(Device):
+    """A device in memory that remembers what was written to it, and fails on request."""
+
+    def __init__(self, path: str, size_bytes: int = IMAGE_BYTES, content: bytes | None = None) -> None:
+        self.path = path
+        self.fd = -1
+        self.direct = True
+        self.is_block = False
+        self.block_bytes = BLOCK_BYTES
+        self.size_bytes = size_bytes
+        self.content = bytearray(content or size_bytes)
+        self.events: list[tuple[MemoryDevice, int, bytes] | tuple[MemoryDevice, None, None]] = []
+        """(device, offset, data) of a write, (device, None, None) of a barrier; may be shared by devices."""
+        self.writes_fail = False
+        self.reads_fail = False
+
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        if self.reads_fail:
+            raise DeviceFailed(f"{self.path} was told to fail")
+        assert offset_bytes + length_bytes <= self.size_bytes
+        return bytes(self.content[offset_bytes : offset_bytes + length_bytes])
+
+    def write(self, offset_bytes: int, data: bytes | bytearray | memoryview) -> None:
+        assert offset_bytes % BLOCK_BYTES == len(data) % BLOCK_BYTES == 0
+        assert offset_bytes + len(data) <= self.size_bytes
+        if self.writes_fail:
+            # What fails may have been written, all of it or a part.
+            data = data[: len(data) // BLOCK_BYTES // 2 * BLOCK_BYTES]
+        self.events.append((self, offset_bytes, bytes(data)))
+        self.content[offset_bytes : offset_bytes + len(data)] = data
+        if self.writes_fail:
+            raise DeviceFailed(f"{self.path} was told to fail")
+
+    def barrier(self) -> None:
+        if self.writes_fail:
+            raise DeviceFailed(f"{self.path} was told to fail")
+        self.events.append((self, None, None))
+
+
+def memory_volume(count: int, size_bytes: int = IMAGE_BYTES) -> VolumeDevices:
+    devices: list[Device] = [MemoryDevice(f"memory{index}", size_bytes) for index in range(count)]
+    return VolumeDevices(devices, format_devices(devices))
 
 
 def make_images(folder: Path, count: int, size_bytes: int = IMAGE_BYTES) -> list[str]:
