@@ -66,6 +66,6 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     python3 -m venv .venv
 fi
 say "Building ckptfs and installing it with extras [$extras] (the first time takes minutes: torch is large)"
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$extras]"
+.venv/bin/python -m pip install -qq --disable-pip-version-check --editable ".[$extras]"
 .venv/bin/python -c 'import ckptfs._native'
 printf '%s\n' "$fingerprint" >"$stamp"

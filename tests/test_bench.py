@@ -90,6 +90,6 @@ def test_a_quick_run_measures_everything_and_leaves_nothing_behind(tmp_path: Pat
     assert {row["place"] for row in run["rows"]} >= {suite.SHM, suite.CKPTFS, suite.PLAIN, "sink that discards"}
     assert all(len(row["seconds"]) == suite.QUICK.repeats for row in run["rows"] if "staging" not in row["group"])
     assert {criterion["verdict"] for criterion in run["criteria"]} <= {"PASS", "FAIL"}
-    assert len(run["criteria"]) == 15
+    assert len(run["criteria"]) == 14
     assert not list(tmp_path.iterdir())
     assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()

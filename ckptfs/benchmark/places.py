@@ -10,7 +10,7 @@ import tempfile
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptfs.benchmark import fio
 from ckptfs.benchmark.machine import BenchmarkError, file_system_kind
@@ -61,7 +61,7 @@ class Volume:
 
     def daemon_pid(self) -> int:
         """The process that serves the mount."""
-        return _find_pid(json.loads(ckptfs("status", "--json", self.folder)))
+        return int(json.loads(ckptfs("status", "--json", self.folder))["pid"])
 
     def leave(self) -> None:
         """Unmounts whatever the state is; for the way out."""
@@ -70,11 +70,6 @@ class Volume:
                 self.umount()
         if os.path.ismount(self.folder):
             subprocess.run(["umount", "--lazy", self.folder], check=False)
-
-
-def _find_pid(status: Any) -> int:
-    entries = status if isinstance(status, list) else status.get("volumes", [status])
-    return int(entries[0]["pid"])
 
 
 class Sandbox:
