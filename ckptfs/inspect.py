@@ -75,7 +75,7 @@ def extents_command(file: str, devices: tuple[str, ...], as_json: bool) -> None:
     FILE is on a mounted ckptfs, or, with DEVICE..., a path inside a volume that is not mounted.
     """
     report = describe_extents(file, devices) if devices else _mounted_extents(file)
-    _print({"path": file, **report}, as_json, _show_extents)
+    _print({**report, "path": file}, as_json, _show_extents)
 
 
 @command.command("space")
@@ -219,7 +219,9 @@ def describe_extents(path: str, devices: Sequence[str]) -> Report:
 def _mounted_extents(path: str) -> Report:
     from ckptfs import client
 
-    return cast(Report, client.request(path, {"command": "extents", "path": path}))
+    report = client.request(path, {"command": "extents", "path": path})
+    del report["done"]
+    return report
 
 
 def _refuse_non_file(path: str, is_file: bool) -> None:
@@ -343,7 +345,8 @@ def _show_tree(console: Console, inodes: list[Report]) -> None:
 
 
 def _show_extents(console: Console, report: Report) -> None:
-    console.print(f"{report['path']}: {report['size_bytes']} bytes, {report['allocated_bytes']} allocated")
+    state = f", {report['state']}" if "state" in report else ""
+    console.print(f"{report['path']}: {report['size_bytes']} bytes, {report['allocated_bytes']} allocated{state}")
     devices = cast(list[Report], report["devices"])
     total = report["allocated_bytes"] or 1
     table = _table("device", "path", "allocated", "share")
