@@ -11,9 +11,9 @@ import xxhash
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from ckptfs import extents
+from ckptfs import client, extents
 from ckptfs.device import Device
-from ckptfs.errors import DeviceBusy, DeviceFailed, FsError, VolumeDamaged
+from ckptfs.errors import AlreadyMounted, DeviceBusy, DeviceFailed, FsError, VolumeDamaged
 from ckptfs.extents import Row
 from ckptfs.namespace import Inode, Namespace
 from ckptfs.recovery import Recovered, recover
@@ -46,7 +46,7 @@ class OfflineVolume:
         """Opens the devices for reading, together with others who only read, and recovers in memory.
 
         Raises:
-            DeviceBusy: The volume is mounted, or being made or checked.
+            AlreadyMounted: The volume is mounted.
             CkptfsError: As assemble() and recover().
         """
         volume = open_devices(paths)
@@ -99,13 +99,19 @@ def open_devices(paths: Sequence[str]) -> VolumeDevices:
     """Opens the devices of a volume for reading.
 
     Raises:
-        DeviceBusy: The volume is mounted.
+        AlreadyMounted: The volume is mounted.
         CkptfsError: As assemble().
     """
     try:
         return assemble(paths, writable=False, exclusive=False)
     except DeviceBusy as error:
-        raise DeviceBusy(f"{error}; a mounted volume cannot be read from below") from error
+        state = client.find_by_device([*paths])
+        if state is None:
+            raise
+        raise AlreadyMounted(
+            f"{paths[0]} is in use: volume {state.volume_uuid} is mounted at {state.mountpoint} (process {state.pid});"
+            f" unmount it first: ckptfs umount {state.mountpoint}"
+        ) from error
 
 
 def read_extent(devices: Sequence[Device], row: Row) -> bytes:
