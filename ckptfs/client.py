@@ -152,11 +152,18 @@ def wait(path: str, *, timeout_s: float | None = None, on_progress: OnProgress |
         raise WaitTimedOut(f"{path} is not durable after {timeout_s:g} s; the daemon goes on with it") from None
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie that nobody has buried does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False
+
+
 def wait_for_end(pid: int) -> None:
-    """Waits until a process is gone, or a zombie that nobody has buried."""
-    with contextlib.suppress(FileNotFoundError):
-        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X"):
-            time.sleep(0.01)
+    """Waits until a process is gone."""
+    while is_alive(pid):
+        time.sleep(0.01)
 
 
 def _ino(path: str) -> int:

@@ -75,6 +75,8 @@ def check_mountpoint(mountpoint: str) -> None:
     mounted = find_mount(mountpoint)
     try:
         mode = os.stat(mountpoint).st_mode
+        # The kernel may have the attributes of a dead daemon's root; this it has to ask for.
+        os.statvfs(mountpoint)
     except FileNotFoundError:
         raise MountError(f"the mount point {mountpoint} does not exist: make the directory first") from None
     except OSError as error:
@@ -146,7 +148,7 @@ def processes_using(mountpoint: str) -> list[str]:
         if not process.name.isdigit() or int(process.name) == os.getpid():
             continue
         with contextlib.suppress(OSError):
-            links = [process / "cwd", process / "root", *(process / "fd").iterdir()]
+            links = [process / "cwd", process / "root", *(process / "fd").iterdir(), *(process / "map_files").iterdir()]
             paths = [os.readlink(link) for link in links]
             if any(path == mountpoint or path.startswith(prefix) for path in paths):
                 users.append(f"{(process / 'comm').read_text().strip()} ({process.name})")

@@ -96,10 +96,11 @@ def _wait_for_former_daemon(refusal: DaemonRefused, devices: list[str]) -> None:
     state = client.find_by_device(devices)
     if state is None:
         raise refusal
-    if state.state != runtime.DRAINING:
+    if state.state != runtime.DRAINING and client.is_alive(state.pid):
         raise AlreadyMounted(f"the volume is mounted already, at {state.mountpoint} (pid {state.pid})")
-    click.echo(
-        f"ckptfs: the former daemon (pid {state.pid}) is still making data durable; waiting for it to end", err=True
-    )
+    if client.is_alive(state.pid):
+        click.echo(
+            f"ckptfs: the former daemon (pid {state.pid}) is still making data durable; waiting for it to end", err=True
+        )
     client.wait_for_end(state.pid)
     time.sleep(0.05)

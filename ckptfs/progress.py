@@ -38,7 +38,8 @@ class FlushProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        if self._task is not None:
+            self._progress.stop()
 
     def __call__(self, progress: Mapping[str, Any]) -> None:
         """One line of the daemon."""
