@@ -31,7 +31,7 @@ DataPlane::DataPlane(const DataPlaneOptions& options)
       flusher_(staging_, space_, events_, *write_engine_.engine, options.device_fds.size()),
       reader_(staging_, space_, events_, *read_engine_.engine, options.device_fds.size()),
       parked_(
-          bounce_slots(options.staging_limit_bytes), [this](WriteRequest& request) { return attempt(request); },
+          bounce_slots(options.staging_limit_bytes), [this](WriteRequest& request) { return attempt(request, true); },
           [this](WriteRequest& request) { release(request); }) {
   staging_.wake_flusher = [this] { flusher_.wake(); };
   staging_.wake_memory_waiters = [this] {
@@ -274,7 +274,7 @@ void DataPlane::return_landing(const std::vector<std::byte*>& slots) {
 }
 
 void DataPlane::write(WriteRequest& request) {
-  if (parked_.empty() && attempt(request)) return;
+  if (parked_.empty() && attempt(request, false)) return;
   // Parking takes the slots that hold the payload; the caller gets others for the next request.
   const size_t used = std::min(request.slots.size(), (request.length_bytes + kSlotBytes - 1) / kSlotBytes);
   WriteRequest parked = request;
@@ -284,16 +284,19 @@ void DataPlane::write(WriteRequest& request) {
   for (size_t i = 0; i < used; ++i) request.slots[i] = staging_.wait_for_slot();
 }
 
-bool DataPlane::attempt(WriteRequest& request) {
+bool DataPlane::attempt(WriteRequest& request, bool parked) {
   uint32_t length_bytes = request.length_bytes;
   int error = apply(request, length_bytes);
   if (error == ENOSPC && request.expired) {
     // What is left on the devices takes a shorter write: write(2) then says how much went in, as anywhere.
-    length_bytes = static_cast<uint32_t>(
-        std::min<uint64_t>(request.length_bytes, round_down(space_.free_bytes(), kBlockBytes)));
+    length_bytes =
+        static_cast<uint32_t>(std::min<uint64_t>(request.length_bytes, round_down(space_.free_bytes(), kBlockBytes)));
     if (length_bytes > 0) error = apply(request, length_bytes);
   } else if (error == ENOSPC) {
-    if (!std::exchange(request.announced, true)) events_.push(EventKind::no_room, {request.length_bytes});
+    // Only once it is parked: the answer to the event, expire_no_room(), must find it.
+    if (parked && !std::exchange(request.announced, true)) {
+      events_.push(EventKind::no_room, {request.length_bytes});
+    }
     return false;
   }
   if (error == ENOMEM) return false;

@@ -97,7 +97,7 @@ class DataPlane {
   FileRef require(uint64_t ino);
   FileRef take_cached(uint64_t ino, uint64_t size_bytes, const std::string& rows);
   void keep_cached(FileRef file);
-  bool attempt(WriteRequest& request);
+  bool attempt(WriteRequest& request, bool parked);
   int apply(WriteRequest& request, uint32_t length_bytes);
   int apply_locked(File& file, WriteRequest& request, uint32_t length_bytes);
   void release(WriteRequest& request);
@@ -117,7 +117,7 @@ class DataPlane {
   std::atomic<uint64_t> next_seal_id_{1};
   bool started_ = false;
 
-  std::shared_mutex files_mutex_;               // before File::mutex
+  std::shared_mutex files_mutex_;                // before File::mutex
   std::unordered_map<uint64_t, FileRef> files_;  // GUARDED_BY(files_mutex_)
   // Closed, clean files whose extents may still be in memory; newest last.
   std::list<FileRef> cached_order_;                                          // GUARDED_BY(files_mutex_)

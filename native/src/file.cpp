@@ -287,8 +287,8 @@ std::vector<ReadRange> File::ranges(uint64_t offset_bytes, uint64_t length_bytes
       at = piece->first;
     }
     const uint64_t stop = std::min(piece_end, end_bytes);
-    found.push_back({at, static_cast<uint32_t>(stop - at), piece->second.skip_bytes + static_cast<uint32_t>(at - piece->first),
-                     piece->second.extent});
+    found.push_back({at, static_cast<uint32_t>(stop - at),
+                     piece->second.skip_bytes + static_cast<uint32_t>(at - piece->first), piece->second.extent});
     at = stop;
   }
   add_hole(end_bytes - at);

@@ -8,13 +8,15 @@ namespace {
 
 // Indexed by opcode; linux/fuse.h enum fuse_opcode.
 constexpr const char* kNames[] = {
-    nullptr,     "LOOKUP",      "FORGET",       "GETATTR",     "SETATTR", "READLINK", "SYMLINK",    nullptr,
-    "MKNOD",     "MKDIR",       "UNLINK",       "RMDIR",       "RENAME",  "LINK",     "OPEN",       "READ",
-    "WRITE",     "STATFS",      "RELEASE",      nullptr,       "FSYNC",   "SETXATTR", "GETXATTR",   "LISTXATTR",
-    "REMOVEXATTR", "FLUSH",     "INIT",         "OPENDIR",     "READDIR", "RELEASEDIR", "FSYNCDIR", "GETLK",
-    "SETLK",     "SETLKW",      "ACCESS",       "CREATE",      "INTERRUPT", "BMAP",   "DESTROY",    "IOCTL",
-    "POLL",      "NOTIFY_REPLY", "BATCH_FORGET", "FALLOCATE",  "READDIRPLUS", "RENAME2", "LSEEK",   "COPY_FILE_RANGE",
-    "SETUPMAPPING", "REMOVEMAPPING", "SYNCFS",  "TMPFILE",     "STATX",
+    nullptr,        "LOOKUP",        "FORGET",      "GETATTR",  "SETATTR",  "READLINK",
+    "SYMLINK",      nullptr,         "MKNOD",       "MKDIR",    "UNLINK",   "RMDIR",
+    "RENAME",       "LINK",          "OPEN",        "READ",     "WRITE",    "STATFS",
+    "RELEASE",      nullptr,         "FSYNC",       "SETXATTR", "GETXATTR", "LISTXATTR",
+    "REMOVEXATTR",  "FLUSH",         "INIT",        "OPENDIR",  "READDIR",  "RELEASEDIR",
+    "FSYNCDIR",     "GETLK",         "SETLK",       "SETLKW",   "ACCESS",   "CREATE",
+    "INTERRUPT",    "BMAP",          "DESTROY",     "IOCTL",    "POLL",     "NOTIFY_REPLY",
+    "BATCH_FORGET", "FALLOCATE",     "READDIRPLUS", "RENAME2",  "LSEEK",    "COPY_FILE_RANGE",
+    "SETUPMAPPING", "REMOVEMAPPING", "SYNCFS",      "TMPFILE",  "STATX",
 };
 
 }  // namespace

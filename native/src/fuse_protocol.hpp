@@ -14,8 +14,8 @@ inline constexpr uint64_t kInitDirectIoAllowMmap = 1ull << 36;  // Linux 6.6, pr
 // Flags of an OPEN reply.
 inline constexpr uint32_t kOpenParallelDirectWrites = 1u << 6;  // Linux 6.2, protocol 7.38
 
-inline constexpr uint32_t kWriteCache = 1u << 0;       // FUSE_WRITE_CACHE: a write-back, without an owner
-inline constexpr uint32_t kWriteKillSetId = 1u << 2;   // FUSE_WRITE_KILL_SUIDGID, protocol 7.31
+inline constexpr uint32_t kWriteCache = 1u << 0;      // FUSE_WRITE_CACHE: a write-back, without an owner
+inline constexpr uint32_t kWriteKillSetId = 1u << 2;  // FUSE_WRITE_KILL_SUIDGID, protocol 7.31
 
 // The fixed part in front of a WRITE's payload.
 inline constexpr size_t kWriteHeaderBytes = sizeof(fuse_in_header) + sizeof(fuse_write_in);

@@ -60,6 +60,7 @@ void ParkedWrites::wake() {
 void ParkedWrites::expire() {
   const std::lock_guard lock(mutex_);
   for (WriteRequest& request : queue_) request.expired = true;
+  attempt_expired_ = true;
   ++wakes_;
   changed_.notify_one();
 }
@@ -80,11 +81,13 @@ void ParkedWrites::run() {
       WriteRequest request = std::move(queue_.front());
       queue_.pop_front();
       const size_t slots = request.slots.size();
+      attempt_expired_ = false;
       lock.unlock();
       const bool answered = attempt_(request);
       if (answered) release_(request);
       lock.lock();
       if (!answered) {
+        request.expired = request.expired || attempt_expired_;
         queue_.push_front(std::move(request));
         break;
       }

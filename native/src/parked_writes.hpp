@@ -59,6 +59,7 @@ class ParkedWrites {
   std::condition_variable changed_;
   std::condition_variable reserve_freed_;
   std::deque<WriteRequest> queue_;  // GUARDED_BY(mutex_)
+  bool attempt_expired_ = false;    // GUARDED_BY(mutex_); expire() came while one was out of the queue
   uint64_t wakes_ = 0;              // GUARDED_BY(mutex_)
   size_t held_slots_ = 0;           // GUARDED_BY(mutex_)
   std::atomic<size_t> count_{0};

@@ -33,10 +33,10 @@ struct ReadRequest {
   std::function<void(int error, const std::vector<iovec>& data)> done;
 
   std::vector<ReadRange> ranges;
-  size_t pending = 0;      // GUARDED_BY(Staging::mutex); extents still to be loaded
-  int error = 0;           // GUARDED_BY(Staging::mutex)
-  bool damaged = false;    // GUARDED_BY(Staging::mutex)
-  Damage damage{};         // GUARDED_BY(Staging::mutex)
+  size_t pending = 0;                // GUARDED_BY(Staging::mutex); extents still to be loaded
+  int error = 0;                     // GUARDED_BY(Staging::mutex)
+  bool damaged = false;              // GUARDED_BY(Staging::mutex)
+  Damage damage{};                   // GUARDED_BY(Staging::mutex)
   uint64_t damage_offset_bytes = 0;  // in the file
   bool second_try = false;
 };
@@ -72,10 +72,10 @@ class Reader {
   EventQueue& events_;
   IoEngine& engine_;
   uint64_t prefetch_bytes_;
-  std::mutex mutex_;               // a leaf
-  std::deque<ExtentRef> wanted_;   // GUARDED_BY(mutex_)
+  std::mutex mutex_;              // a leaf
+  std::deque<ExtentRef> wanted_;  // GUARDED_BY(mutex_)
   std::atomic<bool> starved_{false};
-  size_t in_flight_ = 0;           // owned by the thread
+  size_t in_flight_ = 0;  // owned by the thread
   std::atomic<bool> stopping_{false};
   std::thread thread_;
 };

@@ -86,8 +86,8 @@ std::vector<Placement> Space::place(uint64_t length_bytes) {
     if (device == nullptr) break;
     Range& range = device->ranges.front();
     const uint64_t taken = std::min(left, range.length_bytes);
-    placements.push_back({static_cast<unsigned>(device - devices_.data()), range.offset_bytes,
-                          static_cast<uint32_t>(taken)});
+    placements.push_back(
+        {static_cast<unsigned>(device - devices_.data()), range.offset_bytes, static_cast<uint32_t>(taken)});
     range.offset_bytes += taken;
     range.length_bytes -= taken;
     if (range.length_bytes == 0) device->ranges.pop_front();

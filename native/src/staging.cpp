@@ -119,8 +119,8 @@ void Staging::retire(Extent& extent) {
   if (extent.reserved_bytes > 0) space_.unreserve(extent.reserved_bytes);
   if (!extent.sealed) {
     for (const Part& part : extent.parts) {
-      space_.give_back({part.device_index, part.offset_bytes,
-                        static_cast<uint32_t>(round_up(part.length_bytes, kBlockBytes))});
+      space_.give_back(
+          {part.device_index, part.offset_bytes, static_cast<uint32_t>(round_up(part.length_bytes, kBlockBytes))});
       freed = true;
     }
   }

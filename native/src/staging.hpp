@@ -55,19 +55,19 @@ class Extent : public std::enable_shared_from_this<Extent> {
 
   // All GUARDED_BY(Staging::mutex). `memory`, once read while pinned or as the only writer, stays valid.
   State state = State::clean;
-  bool urgent = false;       // a seal waits for it
-  bool sealed = false;       // named by a seal: its device space is the control plane's
-  bool loading = false;      // a device read into its memory is under way
-  bool load_wanted = false;  // it waits for one
-  bool copying = false;      // a writer is adding bytes: not to be frozen for want of memory
+  bool urgent = false;                 // a seal waits for it
+  bool sealed = false;                 // named by a seal: its device space is the control plane's
+  bool loading = false;                // a device read into its memory is under way
+  bool load_wanted = false;            // it waits for one
+  bool copying = false;                // a writer is adding bytes: not to be frozen for want of memory
   std::list<Extent*>* list = nullptr;  // the list it is in: filling, or clean and evictable
-  uint8_t order = 0;         // of the memory block
-  uint32_t pins = 0;         // reads and copies in progress: the memory must stay
+  uint8_t order = 0;                   // of the memory block
+  uint32_t pins = 0;                   // reads and copies in progress: the memory must stay
   uint32_t length_bytes = 0;
   uint32_t reserved_bytes = 0;  // device space promised and not yet placed
   std::byte* memory = nullptr;
-  std::vector<Part> parts;   // fixed once clean
-  unsigned write_tries = 0;  // owned by the flusher
+  std::vector<Part> parts;                           // fixed once clean
+  unsigned write_tries = 0;                          // owned by the flusher
   std::vector<std::shared_ptr<SealInFlight>> seals;  // to tell when it is clean
   std::vector<WaitingRead> readers;                  // to tell when it is loaded
   std::list<Extent*>::iterator list_position;

@@ -411,11 +411,11 @@ void Switch::edit_init(Message& reply) {
   if (reply.size() < sizeof(fuse_out_header) + sizeof(fuse_init_out)) return;
   auto out = take<fuse_init_out>(reply.data() + sizeof(fuse_out_header));
   const uint64_t wanted = FUSE_ASYNC_READ | FUSE_BIG_WRITES | FUSE_ATOMIC_O_TRUNC | FUSE_DO_READDIRPLUS |
-                          FUSE_READDIRPLUS_AUTO | FUSE_ASYNC_DIO | FUSE_PARALLEL_DIROPS | FUSE_MAX_PAGES |
-                          FUSE_HANDLE_KILLPRIV_V2 | FUSE_INIT_EXT | FUSE_AUTO_INVAL_DATA | FUSE_CACHE_SYMLINKS |
-                          kInitDirectIoAllowMmap;
-  const uint64_t refused = FUSE_WRITEBACK_CACHE | FUSE_HANDLE_KILLPRIV | FUSE_POSIX_LOCKS | FUSE_FLOCK_LOCKS |
-                           FUSE_NO_OPEN_SUPPORT | FUSE_NO_OPENDIR_SUPPORT;
+                          FUSE_ASYNC_DIO | FUSE_PARALLEL_DIROPS | FUSE_MAX_PAGES | FUSE_HANDLE_KILLPRIV_V2 |
+                          FUSE_INIT_EXT | FUSE_AUTO_INVAL_DATA | FUSE_CACHE_SYMLINKS | kInitDirectIoAllowMmap;
+  // READDIRPLUS_AUTO: the kernel would also send plain READDIR, which pyfuse3 does not know.
+  const uint64_t refused = FUSE_WRITEBACK_CACHE | FUSE_READDIRPLUS_AUTO | FUSE_HANDLE_KILLPRIV | FUSE_POSIX_LOCKS |
+                           FUSE_FLOCK_LOCKS | FUSE_NO_OPEN_SUPPORT | FUSE_NO_OPENDIR_SUPPORT;
   uint64_t flags = out.flags | (static_cast<uint64_t>(out.flags2) << 32);
   flags = (flags | (wanted & offered_features_.load())) & ~refused;
   granted_features_ = flags;

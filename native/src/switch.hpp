@@ -102,8 +102,8 @@ class Switch {
 
   MessageQueue to_python_;
   MessageQueue notifications_;
-  std::mutex replies_mutex_;                              // a leaf
-  std::unordered_map<uint64_t, uint32_t> edit_opcodes_;   // GUARDED_BY(replies_mutex_): INIT, OPEN, CREATE under way
+  std::mutex replies_mutex_;                             // a leaf
+  std::unordered_map<uint64_t, uint32_t> edit_opcodes_;  // GUARDED_BY(replies_mutex_): INIT, OPEN, CREATE under way
   std::atomic<uint64_t> init_unique_{0};
   std::atomic<uint64_t> offered_features_{0};
   std::atomic<uint64_t> granted_features_{0};

@@ -95,10 +95,10 @@ class ThreadEngine final : public IoEngine {
   std::mutex mutex_;
   std::condition_variable work_ready_;
   std::condition_variable results_ready_;
-  std::deque<IoOperation> queue_;   // GUARDED_BY(mutex_)
-  std::vector<IoResult> results_;   // GUARDED_BY(mutex_)
-  bool woken_ = false;              // GUARDED_BY(mutex_)
-  bool stopping_ = false;           // GUARDED_BY(mutex_)
+  std::deque<IoOperation> queue_;  // GUARDED_BY(mutex_)
+  std::vector<IoResult> results_;  // GUARDED_BY(mutex_)
+  bool woken_ = false;             // GUARDED_BY(mutex_)
+  bool stopping_ = false;          // GUARDED_BY(mutex_)
   std::vector<std::thread> threads_;
 };
 
