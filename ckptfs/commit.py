@@ -182,7 +182,7 @@ class Log:
                     if self._journal.used_fraction > SNAPSHOT_AT_USED_FRACTION and not self._frozen:
                         nursery.start_soon(self._snapshot_in_background, self._freeze())
         except Exception as error:
-            self._break(_single(error))
+            self._break(first_cause(error))
 
     async def finish(self) -> None:
         """Waits until all is durable and applied, then writes a snapshot. REQUIRES: nobody appends any more."""
@@ -334,7 +334,7 @@ class Log:
         self._announce()
 
 
-def _single(error: Exception) -> Exception:
+def first_cause(error: Exception) -> Exception:
     """The first exception inside the groups that nurseries make."""
     while inner := getattr(error, "exceptions", ()):
         error = next((one for one in inner if isinstance(one, Exception)), inner[0])

@@ -64,16 +64,19 @@ class Control:
         self._tell_status = tell_status
         self._leave = leave
 
-    async def serve(self, socket_path: str) -> None:
-        """Takes connections until cancelled. Anybody may ask; only root and the daemon's user may unmount."""
-        listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        if os.path.exists(socket_path):
+    async def listen(self, socket_path: str) -> trio.SocketListener:
+        """Makes the socket. Anybody may ask; only root and the daemon's user may unmount."""
+        if os.path.lexists(socket_path):
             os.unlink(socket_path)
-        with listener:
-            await listener.bind(socket_path)
-            os.chmod(socket_path, 0o666)
-            listener.listen()
-            await trio.serve_listeners(self._serve_client, [trio.SocketListener(listener)])
+        listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        await listener.bind(socket_path)
+        os.chmod(socket_path, 0o666)
+        listener.listen()
+        return trio.SocketListener(listener)
+
+    async def serve(self, listener: trio.SocketListener) -> None:
+        """Takes connections until cancelled."""
+        await trio.serve_listeners(self._serve_client, [listener])
 
     async def _serve_client(self, stream: trio.SocketStream) -> None:
         async def send(answer: Mapping[str, Any]) -> None:

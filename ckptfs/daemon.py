@@ -10,6 +10,7 @@ stopping threads) runs in worker threads.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -17,7 +18,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import click
@@ -26,9 +27,10 @@ import trio
 
 from ckptfs import fusemount, runtime
 from ckptfs._native import DataPlane, Switch
+from ckptfs.commit import first_cause
 from ckptfs.control import Control
 from ckptfs.dataplane import dispatch_events
-from ckptfs.errors import CkptfsError, MountError, Problem
+from ckptfs.errors import CkptfsError, MountError, NotMounted, Problem
 from ckptfs.mount_options import MountOptions, parse_options
 from ckptfs.operations import Operations
 from ckptfs.recovery import Recovered, recover
@@ -66,7 +68,8 @@ class Daemon:
         self._ready = ready
         self._lost: list[str] = []
         self._stop_error: str | None = None
-        self._unmounting = False
+        self._fuse_fd = -1
+        self._was_ready = False
         self._mount_gone = trio.Event()
         self._ended = trio.Event()
         self._data_plane = DataPlane(
@@ -82,17 +85,18 @@ class Daemon:
 
     async def serve(self) -> int:
         """Mounts, serves, drains. Returns the exit status."""
+        control = Control(self._volume, self._mountpoint, self._status, self._leave_when_asked)
+        listener = await control.listen(self._registration.state.socket_path)
         max_write_bytes = fusemount.best_max_write_bytes()
-        fuse_fd = await trio.to_thread.run_sync(self._mount)
+        self._fuse_fd = fuse_fd = await trio.to_thread.run_sync(self._mount)
         self._data_plane.start()
         threads = max(2, min(4, os.cpu_count() or 2))
         self._switch = Switch(
             self._data_plane, fuse_fd=fuse_fd, max_write_bytes=max_write_bytes, reader_threads=threads
         )
         async with trio.open_nursery() as nursery:
-            control = Control(self._volume, self._mountpoint, self._status, self._leave_when_asked)
-            nursery.start_soon(control.serve, self._registration.state.socket_path)
-            nursery.start_soon(self._leave_on_signals)
+            nursery.start_soon(self._survive, lambda: control.serve(listener))
+            nursery.start_soon(self._survive, self._leave_on_signals)
             nursery.start_soon(self._volume.run)
             requests = Requests(self._volume, self._switch, nursery)
             nursery.start_soon(dispatch_events, self._data_plane, self._handlers(requests, nursery))
@@ -109,6 +113,12 @@ class Daemon:
                     await trio.sleep(0.01)
             nursery.cancel_scope.cancel()
         return 1 if self._lost or self._stop_error else 0
+
+    def unmount_if_never_ready(self) -> None:
+        """A start that failed leaves nothing. One that was ready and failed leaves ENOTCONN, not an empty directory."""
+        if self._fuse_fd >= 0 and not self._was_ready:
+            with contextlib.suppress(MountError):
+                fusemount.unmount(self._mountpoint, lazily=True)
 
     def _mount(self) -> int:
         return fusemount.open_connection(
@@ -167,14 +177,23 @@ class Daemon:
             "kill_suidgid": volume.clear_set_id,
             "device_error": self._note_device_error,
             "bad_checksum": self._note_bad_checksum,
-            "initialised": lambda: nursery.start_soon(self._tell_ready),
+            "initialised": lambda: nursery.start_soon(self._survive, self._tell_ready),
             "disconnected": pyfuse3.terminate,
         }
+
+    async def _survive(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Does what the mount can do without: its failure must not take the data with it."""
+        try:
+            await work()
+        except Exception as error:
+            log.exception("a part of the daemon failed")
+            self._volume.errors.append(f"a part of the daemon failed: {error!r}")
 
     async def _tell_ready(self) -> None:
         await trio.to_thread.run_sync(fusemount.raise_read_ahead, self._mountpoint)
         self._registration.tell(runtime.MOUNTED)
         log.info("mounted at %s", self._mountpoint)
+        self._was_ready = True
         self._ready({"ready": True, "pid": os.getpid(), "warnings": self._warnings()})
 
     def _warnings(self) -> list[str]:
@@ -215,7 +234,8 @@ class Daemon:
         try:
             if not self._mount_gone.is_set():
                 await self._flush()
-                await self._unmount(lazily=False)
+                with contextlib.suppress(NotMounted):
+                    await self._unmount(lazily=False)
             await self._ended.wait()
         finally:
             self._leaving -= 1
@@ -231,7 +251,8 @@ class Daemon:
                 log.info("%s: leaving", signal.Signals(number).name)
                 await self._flush()
                 try:
-                    await self._unmount(lazily=False)
+                    with contextlib.suppress(NotMounted):
+                        await self._unmount(lazily=False)
                 except CkptfsError as error:
                     log.warning("%s; its open files are left behind", error)
                     await self._abandon()
@@ -327,14 +348,15 @@ def command(
 
     try:
         status = run(list(devices), mountpoint, parse_options(options), ready, foreground=foreground)
-    except CkptfsError as error:
-        log.error("%s", error)
-        ready({"error": str(error), "exit_status": error.exit_status, "kind": type(error).__name__})
-        status = error.exit_status
-    except Exception as error:
-        log.exception("the daemon failed")
-        ready({"error": f"the daemon failed: {type(error).__name__}: {error}", "exit_status": 1, "kind": "unexpected"})
-        status = 1
+    except Exception as failure:
+        error = first_cause(failure)
+        if isinstance(error, CkptfsError):
+            log.error("%s", error)
+            message, status = str(error), error.exit_status
+        else:
+            log.exception("the daemon failed")
+            message, status = f"the daemon failed: {type(error).__name__}: {error}", 1
+        ready({"error": message, "exit_status": status, "kind": type(error).__name__})
     # Not by sys.exit(): the interpreter's end would wait for threads that wait for nothing any more.
     logging.shutdown()
     sys.stdout.flush()
@@ -368,11 +390,10 @@ def run(
         except BaseException:
             registration.remove()
             raise
-        return trio.run(_serve, daemon)
-
-
-async def _serve(daemon: Daemon) -> int:
-    return await daemon.serve()
+        try:
+            return trio.run(daemon.serve)
+        finally:
+            daemon.unmount_if_never_ready()
 
 
 def _describe(problem: Problem) -> str:

@@ -67,7 +67,7 @@ def _start(
             [*arguments, "--", *map(os.path.abspath, devices), os.path.abspath(mountpoint)],
             stdin=nothing,
             stdout=None if foreground else nothing,
-            stderr=None if foreground else nothing,
+            stderr=None if foreground else subprocess.PIPE,
             pass_fds=[write_fd],
             start_new_session=not foreground,
         )
@@ -75,7 +75,10 @@ def _start(
     with os.fdopen(read_fd) as pipe:
         line = pipe.readline()
     if not line:
-        raise MountError(f"the daemon died before the mount was usable (exit status {daemon.wait()})")
+        # It writes to its log from early on; what comes here is of an interpreter that could not begin.
+        last_words = daemon.stderr.read().decode(errors="replace").strip() if daemon.stderr else ""
+        reason = last_words.splitlines()[-1] if last_words else f"exit status {daemon.wait()}"
+        raise MountError(f"the daemon died before the mount was usable: {reason}")
     word = json.loads(line)
     if "error" in word:
         daemon.wait()

@@ -25,7 +25,7 @@ from ckptfs import extents
 from ckptfs.commit import Log
 from ckptfs.constants import MAX_FILE_BYTES, RENAME_EXCHANGE
 from ckptfs.dataplane import SpaceSupply
-from ckptfs.errors import FsError, MetadataFull
+from ckptfs.errors import CkptfsError, FsError, MetadataFull
 from ckptfs.files import Files
 from ckptfs.names import Names, live_copy
 from ckptfs.namespace import Inode
@@ -55,6 +55,7 @@ log = logging.getLogger(__name__)
 INODE_METADATA_BYTES = 128
 """What an inode takes in a snapshot, generously, besides its names, xattrs and rows."""
 MAX_TOLD_ERRORS = 100
+MAX_ALLOCATED_KNOWN = 1 << 16
 
 
 class Attributes(NamedTuple):
@@ -138,8 +139,10 @@ class Volume:
             nursery.start_soon(self._commit)
             while True:
                 await trio.sleep(self._commit_interval_s)
-                if self.log.error is None:
+                try:
                     self.files.seal_logs()
+                except CkptfsError as error:
+                    log.warning("logs cannot be sealed: %s", error)
 
     async def _commit(self) -> None:
         if self.read_only:
@@ -546,6 +549,8 @@ class Volume:
         rows = self.committed_rows(inode.ino)
         known = self._allocated.get(inode.ino)
         if known is None or known[0] is not rows:
+            if len(self._allocated) >= MAX_ALLOCATED_KNOWN:
+                self._allocated.clear()
             known = self._allocated[inode.ino] = (rows, extents.allocated_bytes(rows))
         return known[1]
 
