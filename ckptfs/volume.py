@@ -127,10 +127,10 @@ class Volume:
         """Inode -> position of its last change in the log, oldest first; those that are durable are pruned."""
         self._allocated: dict[int, tuple[bytes, int]] = {}
         """Of unregistered files: the rows, and the bytes that they allocate."""
+        self.space.start()
         if read_only:
             data_plane.refuse_writes(errno.EROFS)
         else:
-            self.space.start()
             self._append([Mount(recovered.epoch, time.time_ns())])
 
     async def run(self) -> None:
