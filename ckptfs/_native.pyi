@@ -15,7 +15,7 @@ from ckptfs.native_types import Seal as Seal
 EXTENT_ROW_BYTES: int
 
 # ("sealed", seal_id, errno, rows)        all extents of a seal are on their devices (not yet barriered), or failed
-# ("flush", unique, ino, fh, pid)         a FLUSH that must seal; answer with Switch.reply (others are answered natively)
+# ("flush", unique, ino, fh, pid)         a FLUSH that must seal; Switch.reply (others are answered natively)
 # ("fsync", unique, ino, fh, pid)         FSYNC; answer with Switch.reply
 # ("fsyncdir", unique, ino, fh, pid)      FSYNCDIR; answer with Switch.reply
 # ("sync_write", unique, ino, length)     an O_SYNC/O_DSYNC WRITE is staged; seal, wait, then Switch.reply_write

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 
 class FileAttributes(NamedTuple):
+    """The attributes of a registered file that the data plane owns."""
+
     size_bytes: int
     mtime_ns: int
     ctime_ns: int
@@ -12,6 +14,8 @@ class FileAttributes(NamedTuple):
 
 
 class FileState(NamedTuple):
+    """How far a registered file is from being durable."""
+
     modified: bool
     """There is an open version: something came in since the last seal."""
     killed: bool
@@ -26,6 +30,8 @@ class FileState(NamedTuple):
 
 
 class Seal(NamedTuple):
+    """An open version that has become the next version to commit."""
+
     seal_id: int
     """Its extents follow in a ("sealed", ...) event."""
     size_bytes: int

@@ -35,6 +35,7 @@ find_missing() {
     for tool in "$@"; do
         case $tool in
             findmnt) need_command util-linux findmnt ;;
+            doctest-dev) need doctest-dev test -e /usr/include/doctest/doctest.h ;;
             *) need_command "$tool" "$tool" ;;
         esac
     done

@@ -12,7 +12,7 @@ if [ "${1-}" = --long ]; then
     shift
 fi
 
-mount_scripts/setup_env.sh test clang-format fio findmnt
+mount_scripts/setup_env.sh test clang-format doctest-dev fio findmnt
 export PATH="$PWD/.venv/bin:$PATH"
 
 results=()

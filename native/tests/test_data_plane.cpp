@@ -1,0 +1,224 @@
+#include <doctest/doctest.h>
+
+#include <random>
+#include <thread>
+
+#include "harness.hpp"
+
+namespace ckptfs::test {
+
+namespace {
+
+constexpr uint64_t kIno = 42;
+
+using Bytes = std::vector<std::byte>;
+
+void apply(Bytes& model, uint64_t offset_bytes, const Bytes& data) {
+  if (model.size() < offset_bytes + data.size()) model.resize(offset_bytes + data.size());
+  std::copy(data.begin(), data.end(), model.begin() + static_cast<long>(offset_bytes));
+}
+
+uint64_t random_length(std::mt19937& random) {
+  switch (random() % 4) {
+    case 0:
+      return 1 + random() % 300;
+    case 1:
+      return 1 + random() % (64 << 10);
+    case 2:
+      return 1 + random() % (700 << 10);
+    default:
+      return 1 + random() % (3 << 20);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("what was written is read back, staged and from the devices, with both back ends") {
+  for (const char* backend : {"auto", "threads"}) {
+    CAPTURE(backend);
+    Harness harness(3, backend);
+    harness.plane().register_file(kIno, 0, 1, 1, "", false);
+    const Bytes data = pattern((3 << 20) + 12345, 1);
+    CHECK(harness.write(kIno, 0, data) == std::pair<int, uint32_t>(0, static_cast<uint32_t>(data.size())));
+    CHECK(harness.read(kIno, 0, data.size()).second == data);
+    const auto seal = harness.plane().seal(kIno);
+    REQUIRE(seal);
+    CHECK(seal->size_bytes == data.size());
+    const std::string rows = harness.wait_sealed(seal->seal_id);
+    Bytes stored;
+    overlay(harness.images(), rows, stored);
+    CHECK(stored == data);
+    // Another inode with the same rows has nothing in memory: this is the cold way.
+    harness.plane().register_file(kIno + 1, data.size(), 1, 1, rows, false);
+    CHECK(harness.read(kIno + 1, 0, data.size() + 100).second == data);
+    CHECK(harness.read(kIno + 1, 100, 50).second == Bytes(data.begin() + 100, data.begin() + 150));
+    CHECK(harness.read(kIno + 1, data.size(), 50).second.empty());
+  }
+}
+
+TEST_CASE("P5: bytes that fail their checksum are never returned") {
+  Harness harness(1);
+  harness.plane().register_file(kIno, 0, 1, 1, "", false);
+  const Bytes data = pattern(2 << 20, 2);
+  harness.write(kIno, 0, data);
+  const std::string rows = harness.wait_sealed(harness.plane().seal(kIno)->seal_id);
+  const ExtentRow damaged = unpack(rows)[1];
+  const std::byte wrong = static_cast<std::byte>(~static_cast<unsigned>(data[damaged.file_offset_bytes + 77]));
+  REQUIRE(pwrite(harness.images().fds()[0], &wrong, 1, static_cast<off_t>(damaged.device_offset_bytes + 77)) == 1);
+  harness.plane().register_file(kIno + 1, data.size(), 1, 1, rows, false);
+  CHECK(harness.read(kIno + 1, damaged.file_offset_bytes, 10).first == EIO);
+  CHECK(harness.read(kIno + 1, 0, 1000).first == 0);
+  CHECK(harness.plane().counters().devices[0].checksum_errors == 1);
+}
+
+TEST_CASE("random writes, truncates, seals and reverts agree with a model") {
+  for (const unsigned seed : {1u, 2u, 3u}) {
+    CAPTURE(seed);
+    Harness harness(2, seed == 3 ? "threads" : "auto");
+    DataPlane& plane = harness.plane();
+    plane.register_file(kIno, 0, 1, 1, "", false);
+    std::mt19937 random(seed);
+    Bytes live;
+    Bytes sealed;
+    Bytes committed;  // as the control plane rebuilds it from the seals' deltas
+    uint64_t lost_ino = 1000;
+    for (int step = 0; step < 150; ++step) {
+      const unsigned action = random() % 10;
+      if (action < 5) {
+        const uint64_t offset = random() % (4 << 20);
+        const Bytes data = pattern(random_length(random), static_cast<uint64_t>(step));
+        REQUIRE(harness.write(kIno, offset, data).first == 0);
+        apply(live, offset, data);
+      } else if (action < 6) {
+        const uint64_t size = random() % (5 << 20);
+        plane.truncate(kIno, size, now_ns(), getpid());
+        live.resize(size);
+      } else if (action < 8) {
+        if (const auto seal = plane.seal(kIno)) {
+          REQUIRE(seal->size_bytes == live.size());
+          committed.resize(std::min<uint64_t>(committed.size(), seal->truncate_to_bytes));
+          overlay(harness.images(), harness.wait_sealed(seal->seal_id), committed);
+          committed.resize(seal->size_bytes);
+          sealed = live;
+          REQUIRE(committed == sealed);
+        }
+      } else if (action < 9 && plane.state(kIno)->modified) {
+        plane.revert(kIno, lost_ino);
+        live = sealed;
+        CHECK(plane.state(lost_ino)->modified);
+        plane.unregister_file(lost_ino++);
+      }
+      REQUIRE(plane.attributes(kIno)->size_bytes == live.size());
+      const uint64_t offset = random() % (5 << 20);
+      const uint64_t length = random_length(random);
+      const uint64_t start = std::min<uint64_t>(offset, live.size());
+      const uint64_t end = std::min<uint64_t>(offset + length, live.size());
+      const auto [error, bytes] = harness.read(kIno, offset, length);
+      REQUIRE(error == 0);
+      REQUIRE(bytes == Bytes(live.begin() + static_cast<long>(start), live.begin() + static_cast<long>(end)));
+    }
+  }
+}
+
+TEST_CASE("P6: what does not fit is refused by the write, and fits again after room came back") {
+  Harness harness(1, "auto", 256 << 20);
+  DataPlane& plane = harness.plane();
+  plane.register_file(kIno, 0, 1, 1, "", false);
+  const Bytes data = pattern(4 << 20, 3);
+  uint64_t written = 0;
+  std::pair<int, uint32_t> answer;
+  while ((answer = harness.write(kIno, written, data)).first == 0) written += answer.second;
+  CHECK(answer.first == ENOSPC);
+  CHECK(written == kDeviceBytes);
+  CHECK(harness.no_room_events > 0);
+  const auto seal = plane.seal(kIno);
+  CHECK(unpack(harness.wait_sealed(seal->seal_id)).size() == kDeviceBytes / kSlotBytes);
+  // Only unsealed extents give their space back by themselves.
+  plane.register_file(kIno + 1, 0, 1, 1, "", false);
+  CHECK(harness.write(kIno + 1, 0, pattern(1, 1)).first == ENOSPC);
+  plane.unregister_file(kIno);
+  plane.grant(0, {{0, kDeviceBytes}});
+  plane.add_free(kDeviceBytes);
+  CHECK(harness.write(kIno + 1, 0, pattern(1, 1)).first == 0);
+  CHECK(plane.free_bytes() == kDeviceBytes - kBlockBytes);
+  plane.unregister_file(kIno + 1);
+  CHECK(plane.free_bytes() == kDeviceBytes);
+}
+
+TEST_CASE("many small files held open do not wedge a small staging") {
+  Harness harness(2);
+  DataPlane& plane = harness.plane();
+  constexpr uint64_t kFiles = 6000;
+  for (uint64_t ino = 100; ino < 100 + kFiles; ++ino) {
+    plane.register_file(ino, 0, 1, 1, "", false);
+    for (uint64_t part = 0; part < 2; ++part) {
+      REQUIRE(harness.write(ino, part * 6000, pattern(6000, ino * 2 + part)).first == 0);
+    }
+  }
+  for (uint64_t ino = 100; ino < 100 + kFiles; ino += 311) {
+    CHECK(harness.read(ino, 6000, 6000).second == pattern(6000, ino * 2 + 1));
+  }
+  CHECK(plane.counters().staging.populated_bytes <= 64 << 20);
+}
+
+TEST_CASE("P3: only a FLUSH by an owner that wrote since the last seal seals") {
+  Harness harness(1);
+  DataPlane& plane = harness.plane();
+  plane.register_file(kIno, 0, 1, 1, "", false);
+  CHECK(plane.flush(kIno, 1, getpid()) == 0);
+  harness.write(kIno, 0, pattern(100, 1), 7);
+  CHECK(plane.flush(kIno, 8, 0) == 0);
+  CHECK_FALSE(plane.flush(kIno, 7, 0).has_value());
+  harness.wait_sealed(plane.seal(kIno)->seal_id);
+  CHECK(plane.flush(kIno, 7, 0) == 0);
+  plane.note_modified(kIno, getpid());
+  CHECK(plane.flush(kIno, 8, 0) == 0);
+  CHECK_FALSE(plane.flush(kIno, 8, getpid()).has_value());
+}
+
+TEST_CASE("writers, readers and seals on many threads") {
+  Harness harness(2, "auto", 128 << 20);
+  DataPlane& plane = harness.plane();
+  constexpr int kWriters = 3;
+  std::atomic<int> running{kWriters};
+  std::atomic<uint64_t> unique{1'000'000};
+  for (int w = 0; w < kWriters; ++w) plane.register_file(200 + static_cast<uint64_t>(w), 0, 1, 1, "", false);
+  std::vector<std::thread> threads;
+  for (int w = 0; w < kWriters; ++w) {
+    threads.emplace_back([&, w] {
+      const uint64_t ino = 200 + static_cast<uint64_t>(w);
+      std::vector<std::byte*> slots = plane.take_landing(2);
+      std::mt19937 random(static_cast<unsigned>(w));
+      for (int step = 0; step < 200; ++step) {
+        WriteRequest request;
+        request.unique = unique++;
+        request.ino = ino;
+        request.offset_bytes = random() % (8 << 20);
+        request.length_bytes = static_cast<uint32_t>(1 + random() % (2 << 20));
+        request.writer = {ino, false, false, now_ns()};
+        request.slots = std::move(slots);
+        for (std::byte* slot : request.slots) std::memset(slot, w, kSlotBytes);
+        plane.write(request);
+        slots = std::move(request.slots);
+        if (step % 10 == 0) plane.seal(ino);
+      }
+      plane.return_landing(slots);
+      --running;
+    });
+  }
+  threads.emplace_back([&] {
+    std::mt19937 random(99);
+    while (running > 0) {
+      const uint64_t w = random() % kWriters;
+      const auto [error, bytes] = harness.read(200 + w, random() % (8 << 20), 1 << 20);
+      CHECK(error == 0);
+      for (const std::byte byte : bytes) {
+        if (byte != static_cast<std::byte>(w) && byte != std::byte{0}) FAIL("bytes of another file");
+      }
+    }
+  });
+  while (running > 0) harness.pump(10);
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace ckptfs::test
