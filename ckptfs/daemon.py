@@ -150,6 +150,7 @@ class Daemon:
             pyfuse3.close(unmount=False)
             self._lost += [f"{path}: still open for writing when it ended" for path in self._volume.files.close_all()]
             await self._volume.drain()
+            log.info("everything is durable")
         except Exception as error:
             log.exception("not everything could be made durable")
             self._stop_error = str(error)
@@ -231,6 +232,7 @@ class Daemon:
     async def _leave_when_asked(self) -> dict[str, Any]:
         """`ckptfs umount`: everything durable, then unmount, then the end."""
         self._leaving += 1
+        log.info("asked to unmount")
         try:
             if not self._mount_gone.is_set():
                 await self._flush()
