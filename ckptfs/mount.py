@@ -50,10 +50,13 @@ def command(devices: tuple[str, ...], mountpoint: str, options: tuple[str, ...],
 
 
 def _refuse_inside_mountpoint(devices: tuple[str, ...], mountpoint: str) -> None:
+    """A daemon that needed its own mount would wait for itself."""
     inside = fusemount.real_mountpoint(mountpoint).rstrip("/") + "/"
-    for device in devices:
-        if os.path.realpath(device).startswith(inside):
-            raise MountError(f"the device {device} lies inside the mount point {mountpoint}, which would hide it")
+    needed = {f"the device {device}": device for device in devices}
+    needed["the daemon's control socket and log"] = str(runtime.runtime_folder())
+    for what, path in needed.items():
+        if (os.path.realpath(path) + "/").startswith(inside):
+            raise MountError(f"{what} would lie under the mount point {mountpoint}: choose another mount point")
 
 
 def _start(
