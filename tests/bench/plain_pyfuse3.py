@@ -1,8 +1,8 @@
 """A plain FUSE file system in Python: a pyfuse3 write handler that copies into memory. What ckptfs is measured against.
 
 It costs what a Python handler must cost and no more: 1 MiB requests, one copy from the request into memory that was
-touched before and is used again. With --direct-io, writes go past the kernel's page cache; with pyfuse3 alone that
-takes shared mmap away, and so torch.load(mmap=True). Files lie flat in the root directory.
+touched before and is used again. With --direct-io, writes go past the page cache, which with pyfuse3 alone takes
+MAP_SHARED away. Files lie flat in the root directory.
 
     python plain_pyfuse3.py [--direct-io] MOUNTPOINT
 """
