@@ -62,8 +62,11 @@ class MountedVolume:
         """As if it had crashed; the stale mount stays."""
         pid = self.status()["pid"]
         os.kill(pid, signal.SIGKILL)
-        wait_until(self._is_stale)
+        self.wait_until_stale()
         client.wait_for_end(pid)
+
+    def wait_until_stale(self) -> None:
+        wait_until(self._is_stale)
 
     def _is_stale(self) -> bool:
         try:
