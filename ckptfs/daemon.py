@@ -15,7 +15,9 @@ import ctypes
 import errno
 import json
 import logging
+import logging.handlers
 import os
+import queue
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -88,11 +90,11 @@ class Daemon:
         control = Control(self._volume, self._mountpoint, self._status, self._leave_when_asked)
         listener = await control.listen(self._registration.state.socket_path)
         max_write_bytes = fusemount.best_max_write_bytes()
-        self._fuse_fd = fuse_fd = await trio.to_thread.run_sync(self._mount)
+        self._fuse_fd = await trio.to_thread.run_sync(self._mount)
         self._data_plane.start()
         threads = max(2, min(4, os.cpu_count() or 2))
         self._switch = Switch(
-            self._data_plane, fuse_fd=fuse_fd, max_write_bytes=max_write_bytes, reader_threads=threads
+            self._data_plane, fuse_fd=self._fuse_fd, max_write_bytes=max_write_bytes, reader_threads=threads
         )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._survive, lambda: control.serve(listener))
@@ -102,10 +104,7 @@ class Daemon:
             nursery.start_soon(dispatch_events, self._data_plane, self._handlers(requests, nursery))
             await self._serve_requests(nursery)
             await self._drain()
-            await trio.to_thread.run_sync(self._stop_native)
-            self._devices_close()
-            os.close(fuse_fd)
-            self._registration.remove()
+            await trio.to_thread.run_sync(self._let_go)
             self._ended.set()
             # Whoever waits on the control socket gets the last word; nobody is waited for.
             with trio.move_on_after(LAST_WORD_GRACE_S):
@@ -140,7 +139,7 @@ class Daemon:
             self._stop_error = "the daemon failed; see its log"
             await self._unmount(lazily=True)
         self._mount_gone.set()
-        self._registration.tell(runtime.DRAINING)
+        await trio.to_thread.run_sync(self._registration.tell, runtime.DRAINING)
         log.info("%s is unmounted; making everything durable", self._mountpoint)
 
     async def _drain(self) -> None:
@@ -159,12 +158,13 @@ class Daemon:
         for lost in self._lost:
             log.error("lost: %s", lost)
 
-    def _stop_native(self) -> None:
+    def _let_go(self) -> None:
+        """Of everything that another mount of the volume will want."""
         self._data_plane.stop()
-
-    def _devices_close(self) -> None:
         self._recovered.journal.close()
         self._devices.close()
+        os.close(self._fuse_fd)
+        self._registration.remove()
 
     # Events of the native side.
 
@@ -192,7 +192,7 @@ class Daemon:
 
     async def _tell_ready(self) -> None:
         await trio.to_thread.run_sync(fusemount.raise_read_ahead, self._mountpoint)
-        self._registration.tell(runtime.MOUNTED)
+        await trio.to_thread.run_sync(self._registration.tell, runtime.MOUNTED)
         log.info("mounted at %s", self._mountpoint)
         self._was_ready = True
         self._ready({"ready": True, "pid": os.getpid(), "warnings": self._warnings()})
@@ -361,7 +361,6 @@ def command(
         ready({"error": message, "exit_status": status, "kind": type(error).__name__})
     # Not by sys.exit(): the interpreter's end would wait for threads that wait for nothing any more.
     logging.shutdown()
-    sys.stdout.flush()
     os._exit(status)
 
 
@@ -402,16 +401,34 @@ def _describe(problem: Problem) -> str:
     return f"{problem.code.value}: {problem.place}: found {problem.found}, expected {problem.expected}"
 
 
+class _LogThread(logging.handlers.QueueHandler):
+    """Passes the log on to a thread that writes it."""
+
+    def __init__(self, writer: logging.Handler) -> None:
+        super().__init__(queue.SimpleQueue())
+        self._writer_thread = logging.handlers.QueueListener(self.queue, writer)
+        self._writer_thread.start()
+
+    def close(self) -> None:
+        """Returns when all is written."""
+        self._writer_thread.stop()
+        super().close()
+
+
 def _log_to(path: str | None) -> None:
-    """Sends the log, and whatever native code prints, to a file or to standard error."""
+    """Sends the log, and whatever native code prints, to a file or to standard error.
+
+    No request is to wait for the disk that the log is on.
+    """
     if path is not None:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         for standard_fd in (1, 2):
             os.dup2(fd, standard_fd)
         os.close(fd)
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
+    writer = logging.StreamHandler(sys.stderr)
+    writer.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(_LogThread(writer))
+    logging.getLogger().setLevel(logging.INFO)
     logging.getLogger("pyfuse3").setLevel(logging.WARNING)
 
 
