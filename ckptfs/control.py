@@ -160,10 +160,8 @@ class Control:
         """The inode, or the files below it, as far as they have an open version."""
         if not inode.is_directory:
             return {inode.ino} if inode.nlink and self._volume.files.is_modified(inode.ino) else set()
-        open_versions = {file.ino for file in self._volume.files if self._volume.files.is_modified(file.ino)}
-        if not open_versions:
-            return set()
-        return open_versions & {found.ino for _, found in self._volume.live.walk(inode.ino)}
+        files, names = self._volume.files, self._volume.names
+        return {file.ino for file in files if files.is_modified(file.ino) and names.is_below(file.ino, inode.ino)}
 
     async def _with_progress(self, send: Send, work: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
         """Does some work, and tells how far it is. A client that goes away cancels it."""

@@ -153,8 +153,9 @@ class Daemon:
         except Exception as error:
             log.exception("not everything could be made durable")
             self._stop_error = str(error)
-        paths = map(self._volume.names.path, self._volume.undurable())
-        self._lost += [f"{path}: {self._stop_error}" for path in paths if self._stop_error]
+        if self._stop_error:
+            paths = self._volume.names.paths(self._volume.undurable())
+            self._lost += [f"{path}: {self._stop_error}" for path in paths.values()]
         for lost in self._lost:
             log.error("lost: %s", lost)
 
@@ -298,6 +299,7 @@ class Daemon:
         volume, state = self._volume, self._registration.state
         plane, switch = self._data_plane.statistics(), self._switch.statistics()
         undurable = volume.undurable()
+        paths = volume.names.paths(undurable[:MAX_UNDURABLE_SHOWN])
         return {
             "pid": state.pid,
             "mountpoint": state.mountpoint,
@@ -321,9 +323,7 @@ class Daemon:
             **plane,
             "kernel": switch,
             "undurable_count": len(undurable),
-            "undurable": [
-                {"path": volume.names.path(ino), "state": volume.state(ino)} for ino in undurable[:MAX_UNDURABLE_SHOWN]
-            ],
+            "undurable": [{"path": path, "state": volume.state(ino)} for ino, path in paths.items()],
             "killed": [killed._asdict() for killed in volume.files.killed],
             "errors": list(volume.errors),
             "warnings": self._warnings(),

@@ -6,6 +6,8 @@ is gone. Concurrency: called from the trio thread only; nothing here waits.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ckptfs.namespace import Inode, Namespace
 
 
@@ -41,21 +43,45 @@ class Names:
 
     def path(self, ino: int) -> str:
         """A path from the volume's root for people; "inode N" for what has no name."""
-        path = self._path_of(ino)
-        return f"inode {ino}" if path is None else path.decode(errors="backslashreplace")
+        return self.paths([ino])[ino]
 
-    def _path_of(self, ino: int) -> bytes | None:
+    def paths(self, inos: Iterable[int]) -> dict[int, str]:
+        """path() of many."""
+        found = {ino: self._path_by_last_name(ino) for ino in inos}
+        nameless = {ino for ino, path in found.items() if path is None and self._has_name(ino)}
+        if nameless:
+            found.update({inode.ino: path for path, inode in self._live.walk() if inode.ino in nameless})
+        return {
+            ino: f"inode {ino}" if path is None else path.decode(errors="backslashreplace")
+            for ino, path in found.items()
+        }
+
+    def is_below(self, ino: int, directory: int) -> bool:
+        """Whether an inode lies somewhere below a directory."""
+        parent = self._parent_by_last_name(ino)
+        if parent is not None:
+            return self._live.is_inside(parent, directory)
+        return any(inode.ino == ino for _, inode in self._live.walk(directory))
+
+    def _has_name(self, ino: int) -> bool:
         inode = self._live.inodes.get(ino)
-        if inode is None or inode.nlink == 0:
-            return None
-        if inode.is_directory:
-            return self._live.path_of(ino)
+        return inode is not None and inode.nlink > 0
+
+    def _parent_by_last_name(self, ino: int) -> int | None:
+        """The directory in which an inode was last seen, if it still is there."""
         parent, name = self._last_name.get(ino, (0, b""))
         directory = self._live.inodes.get(parent)
-        if directory is not None and directory.children is not None and directory.children.get(name) == ino:
-            parent_path = self._live.path_of(parent)
-            return None if parent_path is None else parent_path.rstrip(b"/") + b"/" + name
-        return next((path for path, found in self._live.walk() if found.ino == ino), None)
+        if directory is None or directory.children is None or directory.children.get(name) != ino:
+            return None
+        return parent
+
+    def _path_by_last_name(self, ino: int) -> bytes | None:
+        inode = self._live.inodes.get(ino)
+        if inode is not None and inode.is_directory:
+            return self._live.path_of(ino)
+        parent = self._parent_by_last_name(ino)
+        parent_path = None if parent is None else self._live.path_of(parent)
+        return None if parent_path is None else parent_path.rstrip(b"/") + b"/" + self._last_name[ino][1]
 
 
 def live_copy(namespace: Namespace) -> Namespace:
