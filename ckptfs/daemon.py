@@ -33,6 +33,7 @@ from ckptfs.commit import first_cause
 from ckptfs.control import Control
 from ckptfs.dataplane import dispatch_events
 from ckptfs.errors import CkptfsError, MountError, NotMounted, Problem
+from ckptfs.kernel_settings import allow_huge_pages
 from ckptfs.mount_options import MountOptions, parse_options
 from ckptfs.operations import Operations
 from ckptfs.recovery import Recovered, recover
@@ -71,6 +72,7 @@ class Daemon:
         self._lost: list[str] = []
         self._stop_error: str | None = None
         self._fuse_fd = -1
+        self._huge_pages = ""
         self._was_ready = False
         self._mount_gone = trio.Event()
         self._ended = trio.Event()
@@ -91,6 +93,7 @@ class Daemon:
         listener = await control.listen(self._registration.state.socket_path)
         max_write_bytes = fusemount.best_max_write_bytes()
         self._fuse_fd = await trio.to_thread.run_sync(self._mount)
+        self._huge_pages = allow_huge_pages()
         self._data_plane.start()
         threads = max(2, min(4, os.cpu_count() or 2))
         self._switch = Switch(
@@ -321,6 +324,7 @@ class Daemon:
                 "error": str(volume.log.error) if volume.log.error else None,
             },
             **plane,
+            "huge_pages": self._huge_pages,
             "kernel": switch,
             "undurable_count": len(undurable),
             "undurable": [{"path": path, "state": volume.state(ino)} for ino, path in paths.items()],

@@ -99,7 +99,7 @@ def _show_facts(status: Status) -> Table:
     table.add_row(
         "staging",
         f"{format_size(staging['used_bytes'])} used of {format_size(staging['limit_bytes'])},"
-        f" {format_size(staging['dirty_bytes'])} not on devices yet",
+        f" {format_size(staging['dirty_bytes'])} not on devices yet; huge pages: {escape(status['huge_pages'])}",
     )
     table.add_row(
         "backlog", f"{format_size(status['unwritten_bytes'])} to write, {status['parked_writes']} writes wait"

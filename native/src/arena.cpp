@@ -13,6 +13,7 @@ namespace {
 
 constexpr uint64_t kLargestChunkBytes = 64 << 20;
 constexpr uint64_t kSmallestChunkBytes = 16 << 20;
+constexpr uint64_t kHugePageBytes = 2 << 20;
 
 // madvise(2), Linux 5.14; absent from older headers.
 #ifndef MADV_POPULATE_WRITE
@@ -32,7 +33,12 @@ Arena::Arena(uint64_t limit_bytes)
   memfd_ = memfd_create("ckptfs-staging", MFD_CLOEXEC);
   if (memfd_ < 0) throw_errno("memfd_create for the staging memory");
   if (ftruncate(memfd_, static_cast<off_t>(limit_bytes_)) != 0) throw_errno("ftruncate of the staging memory");
-  void* address = mmap(nullptr, limit_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, memfd_, 0);
+  // Aligned for huge pages, by taking more address space than is needed and mapping over it.
+  reserved_bytes_ = limit_bytes_ + kHugePageBytes;
+  reserved_ = mmap(nullptr, reserved_bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (reserved_ == MAP_FAILED) throw_errno("address space for the staging memory");
+  void* aligned = reinterpret_cast<void*>(round_up(reinterpret_cast<uintptr_t>(reserved_), kHugePageBytes));
+  void* address = mmap(aligned, limit_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, memfd_, 0);
   if (address == MAP_FAILED) throw_errno("mmap of the staging memory");
   madvise(address, limit_bytes_, MADV_DONTDUMP);
   madvise(address, limit_bytes_, MADV_HUGEPAGE);
@@ -46,7 +52,7 @@ Arena::Arena(uint64_t limit_bytes)
 }
 
 Arena::~Arena() {
-  if (base_ != nullptr) munmap(base_, limit_bytes_);
+  if (reserved_ != nullptr) munmap(reserved_, reserved_bytes_);
   if (memfd_ >= 0) close(memfd_);
 }
 

@@ -51,6 +51,8 @@ class Arena {
   uint64_t chunk_bytes_;
   uint64_t limit_bytes_;
   int memfd_ = -1;
+  void* reserved_ = nullptr;
+  uint64_t reserved_bytes_ = 0;
   std::byte* base_ = nullptr;
   std::vector<bool> present_;
   uint64_t populated_bytes_ = 0;

@@ -12,7 +12,7 @@ constexpr size_t kMostInFlight = 128;
 // Reads in flight may arrive out of order; within this distance they still count as one sequential run.
 constexpr uint64_t kSequentialSlackBytes = 16 << 20;
 constexpr uint64_t kSequentialAfterBytes = 1 << 20;
-constexpr uint64_t kPrefetchPerDeviceBytes = 8 << 20;
+constexpr uint64_t kPrefetchPerDeviceBytes = 16 << 20;
 constexpr uint64_t kMostPrefetchBytes = 64 << 20;
 
 alignas(kBlockBytes) const std::byte zeros[kSlotBytes]{};
@@ -47,7 +47,9 @@ Reader::Reader(Staging& staging, Space& space, EventQueue& events, IoEngine& eng
       space_(space),
       events_(events),
       engine_(engine),
-      prefetch_bytes_(std::min(kPrefetchPerDeviceBytes * device_count, kMostPrefetchBytes)) {}
+      prefetch_bytes_(std::min({kPrefetchPerDeviceBytes * device_count, kMostPrefetchBytes,
+                                // not the whole of a small staging
+                                staging.arena().limit_bytes() / 8})) {}
 
 void Reader::start() {
   thread_ = std::thread([this] { run(); });

@@ -59,10 +59,14 @@ std::byte* Staging::allocate(const Lock& held, unsigned order) {
     block = arena_.allocate(order);
   }
   if (block == nullptr) freeze_all_filling(held);
-  if (arena_.free_bytes() < kWarmAheadBytes && arena_.populated_bytes() < arena_.limit_bytes()) {
-    grower_wanted_.notify_one();
-  }
+  if (wants_growth()) grower_wanted_.notify_one();
   return block;
+}
+
+// Clean extents give way at once, so they count as free: reads alone never make the arena grow.
+bool Staging::wants_growth() const {
+  return arena_.free_bytes() + cached_bytes_ < kWarmAheadBytes && arena_.populated_bytes() < arena_.limit_bytes() &&
+         !population_failed_;
 }
 
 void Staging::free(const Lock&, std::byte* block, unsigned order) { arena_.free(block, order); }
@@ -89,11 +93,13 @@ void Staging::drop_memory(Extent& extent) {
 
 void Staging::enlist(std::list<Extent*>& list, Extent& extent) {
   extent.list = &list;
+  if (&list == &cache_) cached_bytes_ += kBlockBytes << extent.order;
   extent.list_position = list.insert(list.end(), &extent);
 }
 
 void Staging::delist(Extent& extent) {
   if (extent.list == nullptr) return;
+  if (extent.list == &cache_) cached_bytes_ -= kBlockBytes << extent.order;
   extent.list->erase(extent.list_position);
   extent.list = nullptr;
 }
@@ -319,8 +325,7 @@ void Staging::grow() {
   Lock held(mutex_);
   uint64_t seen_activity = activity_;
   while (!stopping_) {
-    if (arena_.populated_bytes() < arena_.limit_bytes() && arena_.free_bytes() < kWarmAheadBytes &&
-        !population_failed_) {
+    if (wants_growth()) {
       populate_next(held);
       held.unlock();
       notify_memory();

@@ -166,6 +166,7 @@ class Staging {
   void settle(Extent& extent);  // into the cache when it may be evicted
   void enqueue(Extent& extent, bool urgent);
   void send(const SealInFlight& seal, int error);
+  bool wants_growth() const;
   void grow();
   void populate_next(Lock& held);
   void shrink_idle(Lock& held);
@@ -179,6 +180,7 @@ class Staging {
   std::deque<std::weak_ptr<Extent>> queue_;         // GUARDED_BY(mutex_)
   std::list<Extent*> filling_;                      // GUARDED_BY(mutex_)
   uint64_t dirty_bytes_ = 0;                        // GUARDED_BY(mutex_)
+  uint64_t cached_bytes_ = 0;                       // GUARDED_BY(mutex_); memory of the extents in cache_
   uint64_t activity_ = 0;                           // GUARDED_BY(mutex_); counts allocations
   bool population_failed_ = false;                  // GUARDED_BY(mutex_)
   std::condition_variable memory_freed_;
