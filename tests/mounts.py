@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ckptfs import client, fusemount
+from ckptfs import client, fusemount, runtime
 
 CKPTFS = [sys.executable, "-m", "ckptfs"]
 REPOSITORY = Path(__file__).parents[1]
@@ -43,7 +43,7 @@ class MountedVolume:
         self.images = [str(folder / f"image{index}") for index in range(count)]
         self.root = folder / "mnt"
         self.root.mkdir()
-        run("mkfs", "--size", size, *self.images)
+        self.uuid = json.loads(run("mkfs", "--json", "--size", size, *self.images).stdout)["volume_uuid"]
 
     def mount(self, *options: str) -> None:
         run("mount", *(f"-o{option}" for option in ("staging=128M", *options)), *self.images, self.root)
@@ -82,6 +82,8 @@ class MountedVolume:
         while fusemount.find_mount(str(self.root)) is not None:
             if run("umount", self.root, check=False).returncode != 0:
                 fusemount.unmount(str(self.root), lazily=True)
+        for path in runtime.runtime_folder().glob(f"{self.uuid}.*"):
+            path.unlink()
 
 
 @contextmanager
