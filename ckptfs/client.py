@@ -153,10 +153,13 @@ def wait(path: str, *, timeout_s: float | None = None, on_progress: OnProgress |
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie that nobody has buried does not."""
+    """Whether a process runs, or a thread of it; a zombie that nobody has buried does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except FileNotFoundError:
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X"):
+            return True
+        # The first thread of a process is a zombie for as long as another one is still letting go of files.
+        return len(os.listdir(f"/proc/{pid}/task")) > 1
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

@@ -14,12 +14,15 @@ import mmap
 import os
 import stat
 import struct
+import time
 from pathlib import Path
 from types import TracebackType
 
 from ckptfs.errors import DeviceBusy, DeviceError, DeviceFailed, DeviceMissing, DeviceTooSmall, UsageError
 from ckptfs.layout import BLOCK_BYTES, MIB, round_down, round_up
 
+DYING_HOLDER_PATIENCE_S = 5.0
+"""How long a lock of a process that has died already is waited for."""
 MAX_TRANSFER_BYTES = 4 * MIB
 
 BLKGETSIZE64 = 0x80081272
@@ -80,6 +83,9 @@ class Device:
     def close(self) -> None:
         """Gives the device and its locks back. May be called twice."""
         if self.fd >= 0:
+            # Said aloud, because an io_uring that is being torn down may keep the file open a little longer.
+            with contextlib.suppress(OSError):
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
             os.close(self.fd)
             self.fd = -1
 
@@ -327,28 +333,46 @@ def _open_error(path: str, error: OSError) -> DeviceError:
 
 
 def _lock(path: str, fd: int, *, exclusive: bool) -> None:
-    try:
-        fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = _lock_holder(fd)
-        raise DeviceBusy(
-            f"{path} is in use by {holder or 'another process'}; unmount the volume (ckptfs umount) or let it finish"
-        ) from error
+    deadline = time.monotonic() + DYING_HOLDER_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = _lock_holder_pid(fd)
+            if (holder is None or not _is_running(holder)) and time.monotonic() < deadline:
+                time.sleep(0.02)
+                continue
+            raise DeviceBusy(
+                f"{path} is in use by {_describe_process(holder)}; unmount the volume (ckptfs umount) or let it finish"
+            ) from error
+        return
 
 
-def _lock_holder(fd: int) -> str | None:
+def _lock_holder_pid(fd: int) -> int | None:
     """Who holds the flock, as far as /proc tells."""
     status = os.fstat(fd)
     place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    try:
+    with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/locks").read_text().splitlines():
             fields = line.split()
             if fields[1] == "FLOCK" and fields[5] == place and int(fields[4]) > 0:
-                command = Path(f"/proc/{fields[4]}/comm").read_text().strip()
-                return f"process {fields[4]} ({command})"
-    except (OSError, ValueError, IndexError):
-        return None
+                return int(fields[4])
     return None
+
+
+def _is_running(pid: int) -> bool:
+    """False for a process that has died: its threads, and the kernel's io_uring work, may still let go of files."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def _describe_process(pid: int | None) -> str:
+    try:
+        return f"process {pid} ({Path(f'/proc/{pid}/comm').read_text().strip()})" if pid else "another process"
+    except OSError:
+        return "another process"
 
 
 def _size_bytes(fd: int, is_block: bool) -> int:
