@@ -200,7 +200,7 @@ def test_sync_writes_are_durable(volume: MountedVolume) -> None:
     assert (volume.root / "a").read_bytes() == b"line\n" * 1000
 
 
-def test_an_fsync_is_interruptible_and_200_of_them_block_nobody(volume: MountedVolume) -> None:
+def test_forty_processes_in_fsync_block_nobody_who_lists(volume: MountedVolume) -> None:
     code = "import os, sys; f = open(sys.argv[1], 'wb', 0)\nfor i in range(5): f.write(os.urandom(20000)); os.fsync(f)"
     writers = [subprocess.Popen([sys.executable, "-c", code, str(volume.root / f"f{index}")]) for index in range(40)]
     deadline = time.monotonic() + 60
