@@ -21,7 +21,7 @@ EXTENT_ROW_BYTES: int
 # ("sync_write", unique, ino, length)     an O_SYNC/O_DSYNC WRITE is staged; seal, wait, then Switch.reply_write
 # ("interrupt", unique)                   INTERRUPT of a request that was given to Python by one of the events above
 # ("grant_wanted", device_index)          few free ranges left on a device: hand out segments
-# ("no_room", needed_bytes)               a write is parked for device space: hurry the commit, then expire_no_room()
+# ("no_room", needed_bytes)               a write is parked for room: hurry the commit, then expire_no_room()
 # ("kill_suidgid", ino)                   a write by an unprivileged user: clear the set-id bits
 # ("device_error", device_index, operation, offset_bytes, length_bytes, errno)
 # ("bad_checksum", ino, file_offset_bytes, device_index, device_offset_bytes, length_bytes)
@@ -64,6 +64,17 @@ class DataPlane:
     @property
     def free_bytes(self) -> int:
         """Device bytes not reserved by any staged write and not in use: what statfs shows as free."""
+
+    def add_free_metadata(self, length_bytes: int) -> None:
+        """Changes the bytes of the metadata region that writes may reserve for their extents' rows.
+
+        Once at the start, then down (negative) for each name that the control plane takes in, and up for what a
+        commit did not need or released. It may go below 0 for a while; nothing can be reserved then.
+        """
+
+    @property
+    def free_metadata_bytes(self) -> int:
+        """Bytes of the metadata region that nothing has reserved."""
 
     def expire_no_room(self) -> None:
         """No more room is on its way: parked writes that still do not fit get ENOSPC. Retries them first."""

@@ -59,6 +59,7 @@ class _Entry:
     unwritten: dict[int, int] = field(default_factory=dict)
     """Seal id -> index of its Seal record, of the seals whose extents are not all on their devices yet."""
     error: CkptfsError | None = None
+    reserved_metadata_bytes: int = 0
 
 
 class Log:
@@ -100,8 +101,16 @@ class Log:
         """How full the journal is."""
         return self._journal.used_fraction
 
-    def append(self, records: Sequence[Record], *, seal_ids: Sequence[int] = ()) -> int:
-        """Appends one atomic entry. The n-th seal id belongs to the n-th Seal record, whose rows are still empty.
+    def append(
+        self, records: Sequence[Record], *, seal_ids: Sequence[int] = (), reserved_metadata_bytes: int = 0
+    ) -> int:
+        """Appends one atomic entry.
+
+        Args:
+            records: What it does.
+            seal_ids: The n-th belongs to the n-th Seal record, whose rows are still empty.
+            reserved_metadata_bytes: What the entry holds in the metadata region until it is applied; then what it
+                really took is known.
 
         Raises:
             CkptfsError: The log is broken; the volume takes no more changes.
@@ -109,7 +118,7 @@ class Log:
         if self.error is not None:
             raise self.error
         self.position += 1
-        entry = _Entry(self.position, list(records))
+        entry = _Entry(self.position, list(records), reserved_metadata_bytes=reserved_metadata_bytes)
         if seal_ids:
             seals = [index for index, record in enumerate(records) if isinstance(record, Seal)]
             entry.unwritten = dict(zip(seal_ids, seals, strict=True))
@@ -314,11 +323,13 @@ class Log:
                 self._release(self._durable.drop(ino))
 
     def _settle(self, entry: _Entry, change: Applied) -> None:
+        self._data_plane.add_free_metadata(entry.reserved_metadata_bytes)
         self._release(change)
         self.applied_position = entry.position
         self._on_applied(entry.records)
 
     def _release(self, change: Applied) -> None:
+        self._data_plane.add_free_metadata(-change.metadata_bytes)
         for extent in change.freed:
             self._allocator.free(extent)
         if change.freed:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptfs.constants import LOST_AND_FOUND_INO, MAX_NAME_BYTES
 from ckptfs.errors import FsError
 from ckptfs.namespace import Namespace
-from ckptfs.records import Create, Record, Rename, Seal, SetAttributes, Unlink, apply
+from ckptfs.records import Create, Record, Rename, Seal, SetAttributes, Unlink, added_metadata_bytes, apply
 
 if TYPE_CHECKING:
     from ckptfs._native import DataPlane
@@ -52,6 +52,8 @@ class OpenFile:
     seals: int = 0
     """Not yet applied to the durable namespace."""
     append: bool = False
+    reserved_metadata_bytes: int = 0
+    """What a withheld Create holds in the metadata region."""
     intervals_grown: int = 0
     last_size_bytes: int = 0
 
@@ -141,6 +143,7 @@ class Files:
         """A file that was just created in the live namespace; its Create waits for the first seal."""
         file = self.register(create.ino)
         file.withheld = Withheld(create.parent, create.name)
+        self._reserve_metadata(file, added_metadata_bytes(create))
         return file
 
     def open(self, file: OpenFile, *, writable: bool, append: bool) -> None:
@@ -178,10 +181,14 @@ class Files:
         apply(self._live, record)
         records: list[Record] = [record]
         if file.withheld is not None:
-            records.insert(0, self._withheld_create(file.ino, file.withheld))
+            create = self._withheld_create(file.ino, file.withheld)
+            self._reserve_metadata(file, added_metadata_bytes(create))
+            records.insert(0, create)
             file.withheld = None
         file.seals += 1
-        self._append(records, seal_ids=[seal.seal_id])
+        reserved_bytes = seal.metadata_bytes + file.reserved_metadata_bytes
+        file.reserved_metadata_bytes = 0
+        self._append(records, seal_ids=[seal.seal_id], reserved_metadata_bytes=reserved_bytes)
 
     def applied(self, records: Sequence[Record]) -> None:
         """Records of one entry were applied to the durable namespace."""
@@ -319,6 +326,11 @@ class Files:
         self.seal(lost)
         return lost_ino
 
+    def _reserve_metadata(self, file: OpenFile, length_bytes: int) -> None:
+        """Makes this what its withheld Create holds in the metadata region."""
+        self._data_plane.add_free_metadata(file.reserved_metadata_bytes - length_bytes)
+        file.reserved_metadata_bytes = length_bytes
+
     def log_directory_times(self, ino: int) -> None:
         """The coming and going of a file that was never sealed leaves no more than this in the log."""
         inode = self._live.get(ino)
@@ -334,6 +346,7 @@ class Files:
                 return  # What could not be logged stays readable until the daemon ends.
             inode.size_bytes = attributes.size_bytes
             inode.mtime_ns, inode.ctime_ns = attributes.mtime_ns, attributes.ctime_ns
+        self._reserve_metadata(file, 0)
         del self._files[file.ino]
         self._data_plane.unregister(file.ino)
         if file.ino not in self._log.durable.inodes:

@@ -16,25 +16,44 @@ from ckptfs.constants import FIRST_FREE_INO, LOST_AND_FOUND_INO, LOST_AND_FOUND_
 from ckptfs.errors import FsError
 from ckptfs.extents import StoredExtent
 
+INODE_METADATA_BYTES = 112
+"""What an inode takes in a snapshot at most, besides what its fields hold: every number at its longest, so that no
+later change of an attribute needs more, and the header of one chunk of names or rows."""
+DENTRY_METADATA_BYTES = 12
+XATTR_METADATA_BYTES = 8
+
 
 @dataclass
 class Applied:
-    """What a change let go."""
+    """What a change let go, and what it takes in the metadata region."""
 
     freed: list[StoredExtent] = field(default_factory=list)
     """Device space that nothing points to any more."""
     dropped: list[int] = field(default_factory=list)
     """Inode numbers whose last link went: gone, or, if they are held, waiting for drop()."""
+    metadata_bytes: int = 0
+    """How much more a snapshot takes by it, in terms of Inode.metadata_bytes; negative when it takes less."""
 
     def add(self, other: Applied) -> None:
         """Takes in what another change let go."""
         self.freed += other.freed
         self.dropped += other.dropped
+        self.metadata_bytes += other.metadata_bytes
 
 
 def is_name(name: bytes) -> bool:
     """True for what can be a name in a directory."""
     return 0 < len(name) <= MAX_NAME_BYTES and name not in (b".", b"..") and b"/" not in name and b"\0" not in name
+
+
+def rows_metadata_bytes(rows: bytes) -> int:
+    """An upper bound of what extent rows take in a snapshot: they come in chunks, each with a header."""
+    return len(rows) + len(rows) // 4096
+
+
+def dentry_metadata_bytes(name: bytes) -> int:
+    """An upper bound of what a name in a directory takes in a snapshot."""
+    return len(name) + DENTRY_METADATA_BYTES
 
 
 class Inode:
@@ -92,6 +111,12 @@ class Inode:
         self.parent = parent
         """Of a directory: where its name is; the root's is the root. 0 for everything else."""
         self.rows = rows
+
+    @property
+    def metadata_bytes(self) -> int:
+        """An upper bound of what it takes in a snapshot, without the names in it (tests/test_snapshot.py)."""
+        xattrs_bytes = sum(len(name) + len(value) + XATTR_METADATA_BYTES for name, value in (self.xattrs or {}).items())
+        return INODE_METADATA_BYTES + len(self.target or b"") + xattrs_bytes + rows_metadata_bytes(self.rows)
 
     @property
     def is_directory(self) -> bool:
@@ -203,4 +228,4 @@ class Namespace:
         assert inode.nlink == 0, f"inode {ino} still has {inode.nlink} names"
         self.held.discard(ino)
         del self.inodes[ino]
-        return Applied(freed=extents.stored_extents(inode.rows))
+        return Applied(freed=extents.stored_extents(inode.rows), metadata_bytes=-inode.metadata_bytes)

@@ -39,3 +39,5 @@ class Seal(NamedTuple):
     ctime_ns: int
     truncate_to_bytes: int
     """The smallest size the file had since its last seal: apply cuts the old map there before it adds the rows."""
+    metadata_bytes: int
+    """What its rows have reserved in the metadata region; the control plane gives back what they do not take."""

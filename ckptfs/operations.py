@@ -21,7 +21,7 @@ import pyfuse3
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestContext, SetattrFields, StatvfsData
 
 from ckptfs.constants import MAX_NAME_BYTES
-from ckptfs.errors import FsError
+from ckptfs.errors import FsError, MetadataFull
 from ckptfs.layout import BLOCK_BYTES
 from ckptfs.volume import AttributeChange, Attributes
 
@@ -47,10 +47,15 @@ def _answering(handler: Handler) -> Handler:
     @functools.wraps(handler)
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
         try:
-            return await handler(*args, **kwargs)
+            try:
+                return await handler(*args, **kwargs)
+            except MetadataFull:
+                # Nothing has changed; what was deleted and is not committed yet may make room.
+                await args[0].wait_for_room()
+                return await handler(*args, **kwargs)
         except FUSEError:
             raise
-        except FsError as error:
+        except (FsError, MetadataFull) as error:
             raise FUSEError(error.errno) from None
         except Exception as error:
             log.exception("%s%r failed", handler.__name__, args[1:])
@@ -282,6 +287,10 @@ class Operations(pyfuse3.Operations):
         if name == b"devices":
             return self._volume.devices_of(inode).encode()
         raise FUSEError(errno.ENODATA)
+
+    async def wait_for_room(self) -> None:
+        """Waits for the room that is on its way."""
+        await self._volume.wait_for_room()
 
     async def _tell_the_kernel(self) -> None:
         stale, self._volume.files.stale[:] = list(self._volume.files.stale), []

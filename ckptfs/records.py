@@ -30,7 +30,16 @@ from ckptfs.constants import (
     ROOT_INO,
 )
 from ckptfs.errors import FsError, VolumeDamaged
-from ckptfs.namespace import Applied, Inode, Namespace, is_name
+from ckptfs.namespace import (
+    INODE_METADATA_BYTES,
+    XATTR_METADATA_BYTES,
+    Applied,
+    Inode,
+    Namespace,
+    dentry_metadata_bytes,
+    is_name,
+    rows_metadata_bytes,
+)
 
 __all__ = [
     "Applied",
@@ -206,6 +215,22 @@ def _decode_record(packed: list[Any]) -> Record:
     return record_type(*packed[1:])
 
 
+def added_metadata_bytes(record: Record) -> int:
+    """An upper bound of what applying a record adds to a snapshot, but for a Seal's rows, which reserve their own."""
+    if isinstance(record, Create):
+        xattrs = record.xattrs or {}
+        xattrs_bytes = sum(len(name) + len(value) + XATTR_METADATA_BYTES for name, value in xattrs.items())
+        target_bytes = len(record.target or b"")
+        return INODE_METADATA_BYTES + target_bytes + xattrs_bytes + dentry_metadata_bytes(record.name)
+    if isinstance(record, Link):
+        return dentry_metadata_bytes(record.name)
+    if isinstance(record, Rename):
+        return dentry_metadata_bytes(record.new_name)
+    if isinstance(record, SetXattr):
+        return len(record.name) + len(record.value) + XATTR_METADATA_BYTES
+    return 0
+
+
 def apply_entry(namespace: Namespace, records: Sequence[Record]) -> Applied:
     """Applies the records of one entry in order."""
     applied = Applied()
@@ -256,7 +281,8 @@ def _create(namespace: Namespace, record: Create) -> Applied:
     _children(parent)[record.name] = record.ino
     parent.nlink += is_directory
     _touch(parent, record.time_ns)
-    return Applied()
+    created = namespace.inodes[record.ino]
+    return Applied(metadata_bytes=created.metadata_bytes + dentry_metadata_bytes(record.name))
 
 
 def _link(namespace: Namespace, record: Link) -> Applied:
@@ -274,7 +300,7 @@ def _link(namespace: Namespace, record: Link) -> Applied:
     _children(parent)[record.name] = inode.ino
     _touch(parent, record.time_ns)
     _touch_ctime(inode, record.time_ns)
-    return Applied()
+    return Applied(metadata_bytes=dentry_metadata_bytes(record.name))
 
 
 def _unlink(namespace: Namespace, record: Unlink) -> Applied:
@@ -284,7 +310,7 @@ def _unlink(namespace: Namespace, record: Unlink) -> Applied:
         raise FsError(errno.EISDIR)
     del _children(parent)[record.name]
     _touch(parent, record.time_ns)
-    return _lose_link(namespace, inode, record.time_ns)
+    return _lose_name(namespace, inode, record.name, record.time_ns)
 
 
 def _rmdir(namespace: Namespace, record: Rmdir) -> Applied:
@@ -294,7 +320,7 @@ def _rmdir(namespace: Namespace, record: Rmdir) -> Applied:
     del _children(parent)[record.name]
     parent.nlink -= 1
     _touch(parent, record.time_ns)
-    return _lose_link(namespace, inode, record.time_ns)
+    return _lose_name(namespace, inode, record.name, record.time_ns)
 
 
 def _rename(namespace: Namespace, record: Rename) -> Applied:
@@ -333,10 +359,13 @@ def _move(
     _touch(old_parent, record.time_ns)
     _touch(new_parent, record.time_ns)
     _touch_ctime(moved, record.time_ns)
+    moved_name_bytes = dentry_metadata_bytes(record.new_name) - dentry_metadata_bytes(record.old_name)
     if replaced is None:
-        return Applied()
+        return Applied(metadata_bytes=moved_name_bytes)
     new_parent.nlink -= replaced.is_directory
-    return _lose_link(namespace, replaced, record.time_ns)
+    change = _lose_name(namespace, replaced, record.new_name, record.time_ns)
+    change.metadata_bytes += moved_name_bytes
+    return change
 
 
 def _exchange(record: Rename, one: Inode, other: Inode, one_parent: Inode, other_parent: Inode) -> None:
@@ -380,9 +409,10 @@ def _set_xattr(namespace: Namespace, record: SetXattr) -> Applied:
     others = {name: value for name, value in (inode.xattrs or {}).items() if name != record.name}
     if sum(map(len, others)) + sum(map(len, others.values())) + len(record.name + record.value) > MAX_XATTRS_BYTES:
         raise FsError(errno.ENOSPC)
+    before_bytes = inode.metadata_bytes
     inode.xattrs = {**others, record.name: record.value}
     inode.ctime_ns = record.ctime_ns
-    return Applied()
+    return Applied(metadata_bytes=inode.metadata_bytes - before_bytes)
 
 
 def _remove_xattr(namespace: Namespace, record: RemoveXattr) -> Applied:
@@ -391,9 +421,10 @@ def _remove_xattr(namespace: Namespace, record: RemoveXattr) -> Applied:
         return Applied()
     if inode.xattrs is None or record.name not in inode.xattrs:
         raise FsError(errno.ENODATA)
+    before_bytes = inode.metadata_bytes
     inode.xattrs = {name: value for name, value in inode.xattrs.items() if name != record.name} or None
     inode.ctime_ns = record.ctime_ns
-    return Applied()
+    return Applied(metadata_bytes=inode.metadata_bytes - before_bytes)
 
 
 def _seal(namespace: Namespace, record: Seal) -> Applied:
@@ -404,12 +435,13 @@ def _seal(namespace: Namespace, record: Seal) -> Applied:
         raise FsError(errno.EISDIR if inode.is_directory else errno.EINVAL)
     if extents.find_fault(record.rows) or not extents.end_bytes(record.rows) <= record.size_bytes <= MAX_FILE_BYTES:
         raise FsError(errno.EINVAL)
+    before_bytes = rows_metadata_bytes(inode.rows)
     # What lies beyond the new end must not come back when the file grows again.
     inode.rows, freed = extents.merge(inode.rows, record.rows, min(record.truncate_to_bytes, record.size_bytes))
     inode.size_bytes = record.size_bytes
     inode.mtime_ns = record.mtime_ns
     inode.ctime_ns = record.ctime_ns
-    return Applied(freed=freed)
+    return Applied(freed=freed, metadata_bytes=rows_metadata_bytes(inode.rows) - before_bytes)
 
 
 def _mount(namespace: Namespace, record: Mount) -> Applied:
@@ -489,15 +521,16 @@ def _check_removable_directory(inode: Inode) -> None:
         raise FsError(errno.ENOTEMPTY)
 
 
-def _lose_link(namespace: Namespace, inode: Inode, time_ns: int) -> Applied:
+def _lose_name(namespace: Namespace, inode: Inode, name: bytes, time_ns: int) -> Applied:
     inode.nlink = 0 if inode.is_directory else inode.nlink - 1
     _touch_ctime(inode, time_ns)
+    change = Applied(metadata_bytes=-dentry_metadata_bytes(name))
     if inode.nlink:
-        return Applied()
-    if inode.ino in namespace.held:
-        return Applied(dropped=[inode.ino])
-    del namespace.inodes[inode.ino]
-    return Applied(freed=extents.stored_extents(inode.rows), dropped=[inode.ino])
+        return change
+    change.dropped.append(inode.ino)
+    if inode.ino not in namespace.held:
+        change.add(namespace.drop(inode.ino))
+    return change
 
 
 def _touch(directory: Inode, time_ns: int) -> None:

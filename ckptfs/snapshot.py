@@ -28,7 +28,7 @@ from ckptfs.errors import DeviceFailed, MetadataFull, Problem, ProblemCode, Volu
 from ckptfs.frames import FrameWriter, is_intact, read_header
 from ckptfs.journal import JournalPosition
 from ckptfs.layout import BLOCK_BYTES, Region
-from ckptfs.namespace import Inode, Namespace, is_name
+from ckptfs.namespace import Inode, Namespace, dentry_metadata_bytes, is_name
 from ckptfs.superblock import Superblock, is_sealed_block, seal_block
 
 ITEM_BEGIN = 0
@@ -41,7 +41,6 @@ ITEM_NAMES = 3
 """[3, ino, {name: ino}]: more names in a directory that came before"""
 NAMES_PER_ITEM = 1024
 ROWS_BYTES_PER_ITEM = 65536 * layout.EXTENT_ROW_BYTES
-DENTRY_BYTES = 2 + 9
 """Of a name in a snapshot, at most, besides its own bytes"""
 
 
@@ -91,21 +90,9 @@ class Snapshot(NamedTuple):
 def metadata_bytes(namespace: Namespace) -> int:
     """An upper bound of what the namespace takes in a snapshot."""
     return sum(
-        inode_metadata_bytes(inode) + sum(map(dentry_metadata_bytes, inode.children or ()))
+        inode.metadata_bytes + sum(map(dentry_metadata_bytes, inode.children or ()))
         for inode in namespace.inodes.values()
     )
-
-
-def inode_metadata_bytes(inode: Inode) -> int:
-    """An upper bound of what an inode takes, without the names in it."""
-    names_bytes = 16 * (len(inode.children) // NAMES_PER_ITEM + 1) if inode.children else 0
-    rows_bytes = len(inode.rows) + 16 * (len(inode.rows) // ROWS_BYTES_PER_ITEM + 1) if inode.rows else 0
-    return len(_pack(_inode_item(inode))) + rows_bytes + names_bytes
-
-
-def dentry_metadata_bytes(name: bytes) -> int:
-    """An upper bound of what a name in a directory takes."""
-    return len(name) + DENTRY_BYTES
 
 
 def capacity_bytes(superblocks: Sequence[Superblock]) -> int:

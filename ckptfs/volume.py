@@ -28,7 +28,7 @@ from ckptfs.dataplane import SpaceSupply
 from ckptfs.errors import CkptfsError, FsError, MetadataFull
 from ckptfs.files import Files
 from ckptfs.names import Names, live_copy
-from ckptfs.namespace import Inode
+from ckptfs.namespace import INODE_METADATA_BYTES, Inode, dentry_metadata_bytes
 from ckptfs.records import (
     Create,
     Link,
@@ -37,10 +37,10 @@ from ckptfs.records import (
     RemoveXattr,
     Rename,
     Rmdir,
-    Seal,
     SetAttributes,
     SetXattr,
     Unlink,
+    added_metadata_bytes,
     apply,
 )
 from ckptfs.snapshot import capacity_bytes, metadata_bytes
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-INODE_METADATA_BYTES = 128
-"""What an inode takes in a snapshot, generously, besides its names, xattrs and rows."""
+METADATA_FILL = 15 / 16
+"""How much of the metadata region may be reserved. The rest is for extents that free space in pieces makes several."""
 MAX_TOLD_ERRORS = 100
 MAX_ALLOCATED_KNOWN = 1 << 16
 
@@ -121,13 +121,13 @@ class Volume:
         self._data_plane = data_plane
         self._commit_interval_s = commit_interval_s
         self._total_bytes = sum(end - start for start, end in devices.data_regions)
-        self._metadata_limit_bytes = capacity_bytes(devices.superblocks)
-        self._metadata_used_bytes = metadata_bytes(recovered.namespace)
         self._changed: OrderedDict[int, int] = OrderedDict()
         """Inode -> position of its last change in the log, oldest first; those that are durable are pruned."""
         self._allocated: dict[int, tuple[bytes, int]] = {}
         """Of unregistered files: the rows, and the bytes that they allocate."""
         self.space.start()
+        metadata_limit_bytes = int(capacity_bytes(devices.superblocks) * METADATA_FILL)
+        data_plane.add_free_metadata(metadata_limit_bytes - metadata_bytes(recovered.namespace))
         if read_only:
             data_plane.refuse_writes(errno.EROFS)
         else:
@@ -207,8 +207,7 @@ class Volume:
 
     def statfs(self) -> Space:
         """Sizes of the volume."""
-        free_metadata_bytes = max(self._metadata_limit_bytes - self._metadata_used_bytes, 0)
-        free_inodes = free_metadata_bytes // INODE_METADATA_BYTES
+        free_inodes = max(self._data_plane.free_metadata_bytes, 0) // INODE_METADATA_BYTES
         count = len(self.live.inodes)
         return Space(self._total_bytes, self._data_plane.free_bytes, count + free_inodes, free_inodes)
 
@@ -216,7 +215,7 @@ class Volume:
 
     def create(self, parent: int, name: bytes, mode: int, uid: int, gid: int, *, pid: int, append: bool) -> Attributes:
         """Makes a regular file and opens it for writing; its Create is withheld until its first seal."""
-        self._require_writable(INODE_METADATA_BYTES + len(name))
+        self._require_writable(INODE_METADATA_BYTES + dentry_metadata_bytes(name))
         record = self._new(parent, name, stat.S_IFREG | stat.S_IMODE(mode), uid, gid)
         apply(self.live, record)
         file = self.files.register_new(record)
@@ -229,7 +228,7 @@ class Volume:
         self, parent: int, name: bytes, mode: int, uid: int, gid: int, *, rdev: int = 0, target: bytes | None = None
     ) -> Attributes:
         """Makes a directory, node, symbolic link, or an empty file that is not opened."""
-        self._require_writable(INODE_METADATA_BYTES + len(name) + len(target or b""))
+        self._require_writable(INODE_METADATA_BYTES + dentry_metadata_bytes(name) + len(target or b""))
         record = self._new(parent, name, mode, uid, gid, rdev=rdev, target=target)
         self._do(record)
         self.names.remember(record.ino, parent, name)
@@ -253,7 +252,7 @@ class Volume:
 
     def rename(self, old_parent: int, old_name: bytes, new_parent: int, new_name: bytes, flags: int = 0) -> None:
         """Moves a name. A file with an open version is sealed first (P3)."""
-        self._require_writable(len(new_name))
+        self._require_writable(dentry_metadata_bytes(new_name))
         record = Rename(old_parent, old_name, new_parent, new_name, flags, time.time_ns())
         moved = self.live.lookup(old_parent, old_name)
         replaced_ino = self.live.directory(new_parent).get(new_name)
@@ -268,7 +267,7 @@ class Volume:
 
     def link(self, ino: int, parent: int, name: bytes) -> Attributes:
         """Gives an inode another name. A file with an open version is sealed first (P3)."""
-        self._require_writable(len(name))
+        self._require_writable(dentry_metadata_bytes(name))
         record = Link(ino, parent, name, time.time_ns())
         apply(self.live, record)
         self._data_plane_times(ino, None, record.time_ns)
@@ -402,6 +401,11 @@ class Volume:
         if not self.read_only:
             await self.log.finish()
 
+    async def wait_for_room(self) -> None:
+        """Waits for all the room that the log still holds back."""
+        self.log.hurry()
+        await self.log.wait_applied(self.log.position)
+
     # What became of it.
 
     def is_durable(self, ino: int) -> bool:
@@ -458,7 +462,7 @@ class Volume:
             raise FsError(errno.EROFS)
         if self.log.error is not None:
             raise FsError(errno.EROFS, f"the volume takes no more changes: {self.log.error}")
-        if more_metadata_bytes and self._metadata_used_bytes + more_metadata_bytes > self._metadata_limit_bytes:
+        if more_metadata_bytes > self._data_plane.free_metadata_bytes and more_metadata_bytes:
             raise MetadataFull("the metadata region is full: delete files, or make the volume anew on larger devices")
 
     def _new(
@@ -497,10 +501,15 @@ class Volume:
         if file is None or file.withheld is None:
             self._append([record])
 
-    def _append(self, records: Sequence[Record], *, seal_ids: Sequence[int] = ()) -> int:
-        position = self.log.append(records, seal_ids=seal_ids)
+    def _append(
+        self, records: Sequence[Record], *, seal_ids: Sequence[int] = (), reserved_metadata_bytes: int | None = None
+    ) -> int:
+        """To the log. What the entry may take in the metadata region is reserved here, unless it was before."""
+        if reserved_metadata_bytes is None:
+            reserved_metadata_bytes = sum(map(added_metadata_bytes, records))
+            self._data_plane.add_free_metadata(-reserved_metadata_bytes)
+        position = self.log.append(records, seal_ids=seal_ids, reserved_metadata_bytes=reserved_metadata_bytes)
         for record in records:
-            self._metadata_used_bytes += _added_metadata_bytes(record)
             for ino in self._touched(record):
                 self._changed[ino] = position
                 self._changed.move_to_end(ino)
@@ -518,9 +527,6 @@ class Volume:
         return [] if isinstance(record, Mount) else [record.ino]
 
     def _applied(self, records: Sequence[Record]) -> None:
-        for record in records:
-            if isinstance(record, Seal):
-                self._metadata_used_bytes += len(record.rows)
         self.files.applied(records)
         self._prune_changed()
 
@@ -558,13 +564,3 @@ class Volume:
 def _without_set_id(mode: int) -> int:
     mode &= ~stat.S_ISUID
     return mode & ~stat.S_ISGID if mode & stat.S_IXGRP else mode
-
-
-def _added_metadata_bytes(record: Record) -> int:
-    if isinstance(record, Create):
-        return INODE_METADATA_BYTES + len(record.name) + len(record.target or b"")
-    if isinstance(record, Link):
-        return len(record.name) + 16
-    if isinstance(record, SetXattr):
-        return len(record.name) + len(record.value)
-    return 0

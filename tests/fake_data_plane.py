@@ -17,6 +17,8 @@ from ckptfs.layout import MAX_EXTENT_BYTES, space_bytes
 from ckptfs.native_types import FileAttributes, FileState, Seal
 
 LARGEST_LOG_WRITE_BYTES = 64 << 10
+SEAL_METADATA_BYTES = 400
+"""What every seal has reserved for its rows."""
 
 
 @dataclass
@@ -54,6 +56,7 @@ class FakeDataPlane:
         self.disk = disk if disk is not None else Disk()
         self.files: dict[int, FakeFile] = {}
         self.free_bytes = 0
+        self.free_metadata_bytes = 0
         self.refused = 0
         self.hold_writes = False
         self.held_seals: dict[int, tuple[int, bytes]] = {}
@@ -125,6 +128,9 @@ class FakeDataPlane:
     def add_free(self, length_bytes: int) -> None:
         self.free_bytes += length_bytes
 
+    def add_free_metadata(self, length_bytes: int) -> None:
+        self.free_metadata_bytes += length_bytes
+
     def expire_no_room(self) -> None:
         self.room_expired += 1
 
@@ -187,6 +193,7 @@ class FakeDataPlane:
         file = self.files[ino]
         if not file.modified:
             return None
+        self.free_metadata_bytes -= SEAL_METADATA_BYTES
         seal_id, self._next_seal = self._next_seal, self._next_seal + 1
         file.sealed = Version(bytes(file.content), file.mtime_ns, file.ctime_ns)
         file.modified = file.killed = False
@@ -196,7 +203,7 @@ class FakeDataPlane:
         self.held_seals[seal_id] = (ino, self._store(file.sealed.content))
         if not self.hold_writes:
             self.finish_seal(seal_id)
-        return Seal(seal_id, len(file.content), file.mtime_ns, file.ctime_ns, 0)
+        return Seal(seal_id, len(file.content), file.mtime_ns, file.ctime_ns, 0, SEAL_METADATA_BYTES)
 
     def revert(self, ino: int, lost_ino: int) -> FileAttributes:
         file = self.files[ino]

@@ -28,11 +28,13 @@ from ckptfs.records import (
     SetAttributes,
     SetXattr,
     Unlink,
+    added_metadata_bytes,
     apply,
     apply_entry,
     decode_entry,
     encode_entry,
 )
+from ckptfs.snapshot import metadata_bytes
 
 DIRECTORY, FILE = stat.S_IFDIR | 0o755, stat.S_IFREG | 0o644
 NAMES = [b"a", b"b", b"c"]
@@ -196,10 +198,12 @@ def test_names_are_what_the_model_says(records: list[Record]) -> None:
     namespace, model = Namespace.fresh(0), Model()
     accepted = []
     for record in records:
-        before = _state(namespace)
+        before, before_bytes = _state(namespace), metadata_bytes(namespace)
         expected = model.do(record)
         try:
-            apply(namespace, record)
+            change = apply(namespace, record)
+            assert metadata_bytes(namespace) == before_bytes + change.metadata_bytes
+            assert change.metadata_bytes <= added_metadata_bytes(record)
             error = 0
             accepted.append(record)
         except FsError as refused:
@@ -254,14 +258,15 @@ def _row(offset: int, length: int, number: int) -> bytes:
 
 def test_a_seal_replaces_cuts_and_frees() -> None:
     namespace = _with_file()
-    assert apply(namespace, Seal(3, 20, 5, 6, 0, _row(0, 20, 1))) == Applied()
+    assert apply(namespace, Seal(3, 20, 5, 6, 0, _row(0, 20, 1))) == Applied(metadata_bytes=40)
     applied = apply(namespace, Seal(3, 30, 7, 8, 10, _row(20, 10, 2)))
-    assert applied == Applied()
+    assert applied == Applied(metadata_bytes=40)
     inode = namespace.get(3)
     assert (inode.size_bytes, inode.mtime_ns, inode.ctime_ns) == (30, 7, 8)
     assert inode.rows == pack([Row(0, 10, 0, 0, 0, 20, MIB, 7)]) + _row(20, 10, 2)
     assert apply(namespace, Seal(3, 5, 9, 9, 5, b"")).freed == [StoredExtent(0, 2 * MIB, 10)]
-    assert apply(namespace, Unlink(1, b"f", 10)) == Applied([StoredExtent(0, MIB, 20)], [3])
+    gone = apply(namespace, Unlink(1, b"f", 10))
+    assert (gone.freed, gone.dropped) == ([StoredExtent(0, MIB, 20)], [3])
 
 
 @pytest.mark.parametrize("rows", [_row(0, 40, 1), _row(0, 5, 1) + _row(4, 5, 2), b"short"])
@@ -276,7 +281,8 @@ def test_an_open_file_outlives_its_last_name() -> None:
     namespace = _with_file()
     apply(namespace, Seal(3, 20, 5, 5, 0, _row(0, 20, 1)))
     namespace.held.add(3)
-    assert apply(namespace, Unlink(1, b"f", 9)) == Applied([], [3])
+    unlinked = apply(namespace, Unlink(1, b"f", 9))
+    assert (unlinked.freed, unlinked.dropped) == ([], [3])
     assert namespace.get(3).nlink == 0
     apply(namespace, Seal(3, 40, 5, 5, 20, _row(20, 20, 2)))
     with pytest.raises(FsError) as refused:

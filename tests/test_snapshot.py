@@ -121,7 +121,8 @@ def test_what_the_estimate_lets_in_fits() -> None:
     _write(volume, namespace)
     found, _ = _read(volume)
     assert len(found.namespace.inodes) == len(namespace.inodes)
-    assert found.header.body_bytes > 0.9 * capacity, "the estimate is too careful"
+    # Names and inodes count at their longest, so that a change of attributes never needs more room.
+    assert found.header.body_bytes > 0.5 * capacity, "the estimate is too careful"
 
 
 @given(st.integers(0, 300), st.integers(0, 1 << 40), st.binary(max_size=300))

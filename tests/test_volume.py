@@ -11,6 +11,7 @@ import trio
 
 from ckptfs.constants import LOST_AND_FOUND_INO, RENAME_EXCHANGE, RENAME_NOREPLACE
 from ckptfs.errors import CkptfsError
+from ckptfs.snapshot import metadata_bytes
 from ckptfs.volume import AttributeChange
 from tests.volume_harness import ROOT, Images, Mounted, make_images, trio_test
 
@@ -408,11 +409,48 @@ async def test_set_id_bits_and_set_gid_directories(images: Images) -> None:
 async def test_the_metadata_region_fills_up_cleanly(images: Images) -> None:
     async with images.mount() as mount:
         mount.save("/a", OLD)
-        limit = mount.volume._metadata_limit_bytes
-        mount.volume._metadata_used_bytes = limit
+        mount.plane.add_free_metadata(-mount.plane.free_metadata_bytes)
         with refused(errno.ENOSPC):
             mount.mkdir("/d")
         mount.unlink("/a")
+        await mount.volume.wait_for_room()
+        mount.mkdir("/d")
+
+
+@trio_test
+async def test_room_for_metadata_is_counted_exactly_whatever_comes_and_goes(images: Images) -> None:
+    async with images.mount() as mount:
+        volume, plane = mount.volume, mount.plane
+        await volume.sync()
+        limit = plane.free_metadata_bytes + metadata_bytes(volume.log.durable)
+        mount.mkdir("/d")
+        for number in range(20):
+            mount.save(f"/d/{number}", OLD)
+            mount.save("/latest", BIG)
+        volume.set_xattr(mount.ino("/latest"), b"user.note", b"x" * 300)
+        volume.remove_xattr(mount.ino("/latest"), b"user.note")
+        volume.rename(mount.ino("/d"), b"3", mount.ino("/d"), b"a longer name")
+        volume.rename(mount.ino("/d"), b"4", mount.ino("/d"), b"5")
+        volume.link(mount.ino("/latest"), mount.ino("/d"), b"hard link")
+        mount.unlink("/latest")
+        never_sealed = mount.create("/never sealed")
+        mount.unlink("/never sealed")
+        volume.close(never_sealed, writable=True)
+        for path in ("/d/7", "/new"):
+            if mount.exists(path):
+                volume.open(mount.ino(path), writable=True, truncate=True, pid=1)
+            else:
+                mount.create(path)
+            ino = mount.ino(path)
+            mount.write(ino, BIG)
+            mount.close(ino, dying=True)
+        unlinked_ino = mount.ino("/d/8")
+        volume.open(unlinked_ino, writable=False)
+        mount.unlink("/d/8")
+        await volume.wait_for_room()
+        volume.close(unlinked_ino, writable=False)
+        await volume.wait_for_room()
+        assert plane.free_metadata_bytes == limit - metadata_bytes(volume.log.durable)
 
 
 @trio_test

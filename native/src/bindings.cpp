@@ -134,6 +134,8 @@ void bind_data_plane(nb::module_& module) {
       .def("grant", &DataPlane::grant, "device_index"_a, "ranges"_a, Unlocked())
       .def("add_free", &DataPlane::add_free, "length_bytes"_a, Unlocked())
       .def_prop_ro("free_bytes", &DataPlane::free_bytes)
+      .def("add_free_metadata", &DataPlane::add_free_metadata, "length_bytes"_a, Unlocked())
+      .def_prop_ro("free_metadata_bytes", &DataPlane::free_metadata_bytes)
       .def("expire_no_room", &DataPlane::expire_no_room, Unlocked())
       .def(
           "register",
@@ -173,7 +175,7 @@ void bind_data_plane(nb::module_& module) {
              }
              if (!seal) return nb::none();
              return named_tuple("Seal", nb::make_tuple(seal->seal_id, seal->size_bytes, seal->mtime_ns, seal->ctime_ns,
-                                                       seal->truncate_to_bytes));
+                                                       seal->truncate_to_bytes, seal->metadata_bytes));
            })
       .def("revert",
            [](DataPlane& self, uint64_t ino, uint64_t lost_ino) {

@@ -143,6 +143,7 @@ void DataPlane::unregister_file(uint64_t ino) {
   {
     const std::lock_guard lock(file->mutex_);
     clean = !file->modified_ && file->error_ == 0;
+    file->release_metadata();
   }
   if (clean) keep_cached(std::move(file));
 }
@@ -250,6 +251,11 @@ void DataPlane::add_free(uint64_t length_bytes) {
   staging_.notify_memory();
 }
 
+void DataPlane::add_free_metadata(int64_t length_bytes) {
+  space_.add_free_metadata(length_bytes);
+  if (length_bytes > 0) parked_.wake();
+}
+
 void DataPlane::flush_all() {
   const auto held = staging_.lock();
   staging_.freeze_all_filling(held);
@@ -332,11 +338,12 @@ int DataPlane::apply_locked(File& file, WriteRequest& request, uint32_t length_b
   const size_t adopted = full + (adopt_tail ? 1 : 0);
   const uint64_t adopted_bytes = full * kSlotBytes + (adopt_tail ? tail_bytes : 0);
   const uint64_t reserved_bytes = round_up(adopted_bytes, kBlockBytes);
-  if (!space_.reserve(reserved_bytes)) return ENOSPC;
+  const auto metadata_bytes = static_cast<int64_t>(adopted) * kNewPieceMetadataBytes;
+  if (!space_.reserve(reserved_bytes, metadata_bytes)) return ENOSPC;
 
   std::vector<std::byte*> fresh;
   const auto undo = [&] {
-    space_.unreserve(reserved_bytes);
+    space_.unreserve(reserved_bytes, metadata_bytes);
     const auto held = staging_.lock();
     for (std::byte* slot : fresh) staging_.free(held, slot, kSlotOrder);
   };

@@ -69,6 +69,8 @@ class DataPlane {
   void grant(unsigned device_index, const std::vector<std::pair<uint64_t, uint64_t>>& ranges);
   void add_free(uint64_t length_bytes);
   uint64_t free_bytes() const { return space_.free_bytes(); }
+  void add_free_metadata(int64_t length_bytes);
+  int64_t free_metadata_bytes() const { return space_.free_metadata_bytes(); }
   void expire_no_room() { parked_.expire(); }
   void register_file(uint64_t ino, uint64_t size_bytes, int64_t mtime_ns, int64_t ctime_ns, const std::string& rows,
                      bool set_id);

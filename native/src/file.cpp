@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 #include <unordered_map>
+#include <utility>
 
 #include "extent_row.hpp"
 
@@ -39,7 +40,17 @@ void File::load(uint64_t size_bytes, int64_t mtime_ns, int64_t ctime_ns, std::st
     }
     insert(row.file_offset_bytes, {row.length_bytes, row.skip_bytes, true, std::move(extent)});
   }
+  sealed_pieces_ = map_.size();
 }
+
+void File::settle_metadata(int64_t just_reserved_bytes) {
+  const int64_t more_pieces = static_cast<int64_t>(map_.size()) - static_cast<int64_t>(sealed_pieces_);
+  const int64_t needed_bytes = std::max<int64_t>(more_pieces, 0) * static_cast<int64_t>(sizeof(ExtentRow));
+  staging_.space().unreserve(0, reserved_metadata_bytes_ + just_reserved_bytes - needed_bytes);
+  reserved_metadata_bytes_ = needed_bytes;
+}
+
+void File::release_metadata() { staging_.space().unreserve(0, std::exchange(reserved_metadata_bytes_, 0)); }
 
 void File::reopen(int64_t mtime_ns, int64_t ctime_ns, bool set_id) {
   mtime_ns_ = sealed_mtime_ns_ = mtime_ns;
@@ -129,6 +140,7 @@ int File::write_small(uint64_t offset_bytes, const std::byte* data, uint32_t len
   uint32_t appended_bytes = 0;
   uint64_t reserve_bytes = 0;
   uint64_t grown_bytes = 0;
+  int64_t metadata_bytes = 0;
   {
     const auto held = staging_.lock();
     uint64_t block_bytes = 0;
@@ -144,14 +156,17 @@ int File::write_small(uint64_t offset_bytes, const std::byte* data, uint32_t len
     }
     const uint32_t rest_bytes = length_bytes - appended_bytes;
     reserve_bytes = grown_bytes + round_up(rest_bytes, kBlockBytes);
-    if (!staging_.space().reserve(reserve_bytes)) return ENOSPC;
+    // An append at the end of the file cuts nothing; that it needs no room for rows keeps logs cheap.
+    const bool cuts = map_.lower_bound(offset_bytes) != map_.end();
+    metadata_bytes = rest_bytes > 0 || cuts ? kNewPieceMetadataBytes : 0;
+    if (!staging_.space().reserve(reserve_bytes, metadata_bytes)) return ENOSPC;
     if (rest_bytes > 0) {
       // A file that goes on appending gets larger and larger extents.
       const uint64_t wanted_bytes = std::clamp<uint64_t>(2 * block_bytes, rest_bytes, kSlotBytes);
       fresh = staging_.begin_filling(held, order_for(std::max<uint64_t>(wanted_bytes, rest_bytes)));
       if (fresh == nullptr && wanted_bytes > rest_bytes) fresh = staging_.begin_filling(held, order_for(rest_bytes));
       if (fresh == nullptr) {
-        staging_.space().unreserve(reserve_bytes);
+        staging_.space().unreserve(reserve_bytes, metadata_bytes);
         return ENOMEM;
       }
       fresh->copying = true;
@@ -167,7 +182,7 @@ int File::write_small(uint64_t offset_bytes, const std::byte* data, uint32_t len
   if (growing != nullptr) std::memcpy(growing->memory + growing->length_bytes, data, appended_bytes);
   if (fresh != nullptr) std::memcpy(fresh->memory, data + appended_bytes, rest_bytes);
   punch(offset_bytes, length_bytes);
-  const auto held = staging_.lock();
+  auto held = staging_.lock();
   if (growing != nullptr) {
     growing->copying = false;
     growing->length_bytes += appended_bytes;
@@ -182,12 +197,15 @@ int File::write_small(uint64_t offset_bytes, const std::byte* data, uint32_t len
     freeze_if_full(held, *fresh);
     insert(offset_bytes + appended_bytes, {rest_bytes, 0, false, std::move(fresh)});
   }
+  held.unlock();
+  settle_metadata(metadata_bytes);
   return 0;
 }
 
 void File::adopt(uint64_t offset_bytes, ExtentRef extent, uint32_t length_bytes) {
   punch(offset_bytes, length_bytes);
   insert(offset_bytes, {length_bytes, 0, false, std::move(extent)});
+  settle_metadata(kNewPieceMetadataBytes);
 }
 
 void File::note_write(uint64_t end_bytes, uint64_t length_bytes, const Writer& writer) {
@@ -210,6 +228,7 @@ void File::add_process(int tgid) {
 
 void File::truncate(uint64_t size_bytes, int64_t time_ns) {
   if (size_bytes < size_bytes_) punch(size_bytes, std::numeric_limits<uint64_t>::max() - size_bytes);
+  settle_metadata(0);
   truncate_to_bytes_ = std::min(truncate_to_bytes_, size_bytes);
   size_bytes_ = size_bytes;
   touch(time_ns);
@@ -228,7 +247,10 @@ std::optional<SealResult> File::seal(uint64_t seal_id, std::shared_ptr<SealInFli
     in_flight->ranges.push_back(
         {piece->first, static_cast<uint32_t>(range.length_bytes), range.skip_bytes, range.extent});
   }
-  const SealResult result{seal_id, size_bytes_, mtime_ns_, ctime_ns_, truncate_to_bytes_};
+  const SealResult result{
+      seal_id,   size_bytes_,        mtime_ns_,
+      ctime_ns_, truncate_to_bytes_, static_cast<uint64_t>(std::exchange(reserved_metadata_bytes_, 0))};
+  sealed_pieces_ = map_.size();
   sealed_size_bytes_ = truncate_to_bytes_ = size_bytes_;
   sealed_mtime_ns_ = mtime_ns_;
   sealed_ctime_ns_ = ctime_ns_;
@@ -254,6 +276,9 @@ void File::revert(File& lost) {
   }
   for (auto& [offset, piece] : displaced_) insert(offset, std::move(piece));
   displaced_.clear();
+  release_metadata();
+  sealed_pieces_ = map_.size();
+  lost.settle_metadata(0);
   lost.modified_ = true;
   lost.append_ = append_;
   lost.largest_write_bytes_ = largest_write_bytes_;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "common.hpp"
+#include "extent_row.hpp"
 #include "staging.hpp"
 
 namespace ckptfs {
@@ -52,7 +53,11 @@ struct SealResult {
   int64_t mtime_ns;
   int64_t ctime_ns;
   uint64_t truncate_to_bytes;
+  uint64_t metadata_bytes;  // reserved for its rows
 };
+
+// One row for the piece, and one for the rest of a piece that it cuts in two.
+inline constexpr int64_t kNewPieceMetadataBytes = 2 * sizeof(ExtentRow);
 
 // Who wrote, for P3: a FLUSH seals when its owner has written since the last seal.
 struct Writer {
@@ -81,7 +86,7 @@ class File {
   // Copies a small write into the open version: into the extent that is filling, or into a new one.
   // 0, ENOSPC (no device space now), or ENOMEM (no staging memory now); then nothing has been changed.
   int write_small(uint64_t offset_bytes, const std::byte* data, uint32_t length_bytes);
-  // Makes a full slot part of the open version. The caller has reserved the device space.
+  // Makes a full slot part of the open version. The caller has reserved the device space, and kNewPieceMetadataBytes.
   void adopt(uint64_t offset_bytes, ExtentRef extent, uint32_t length_bytes);
   void note_write(uint64_t end_bytes, uint64_t length_bytes, const Writer& writer);
 
@@ -90,6 +95,11 @@ class File {
   void revert(File& lost);
 
   std::vector<ReadRange> ranges(uint64_t offset_bytes, uint64_t length_bytes) const;
+  // Gives back what the open version's rows cannot need any more. After each change of the map.
+  void settle_metadata(int64_t just_reserved_bytes);
+  // The open version is dropped or has moved: it needs nothing.
+  void release_metadata();
+
   FileAttributes attributes() const { return {size_bytes_, mtime_ns_, ctime_ns_, allocated_bytes()}; }
   FileState state();
   // The rows of the map, when every piece is clean; empty optional otherwise.
@@ -128,6 +138,9 @@ class File {
   Map map_;
   Map displaced_;
   uint64_t mapped_bytes_ = 0;
+  // Invariant between calls: the next seal adds at most reserved_metadata_bytes_ to the metadata region.
+  size_t sealed_pieces_ = 0;  // pieces of the map at the last seal
+  int64_t reserved_metadata_bytes_ = 0;
   // What the sealed version was, for revert; and what to cut it to before the open version's pieces go in.
   uint64_t sealed_size_bytes_ = 0;
   int64_t sealed_mtime_ns_ = 0;

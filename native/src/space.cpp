@@ -19,16 +19,28 @@ Space::Space(const std::vector<std::string>& device_names, EventQueue& events)
   for (size_t i = 0; i < device_names.size(); ++i) devices_[i].counters.name = device_names[i];
 }
 
-bool Space::reserve(uint64_t length_bytes) {
+bool Space::reserve(uint64_t length_bytes, int64_t metadata_bytes) {
   const std::lock_guard lock(mutex_);
-  if (free_bytes_ < length_bytes) return false;
+  if (free_bytes_ < length_bytes || (metadata_bytes > 0 && free_metadata_bytes_ < metadata_bytes)) return false;
   free_bytes_ -= length_bytes;
+  free_metadata_bytes_ -= metadata_bytes;
   return true;
 }
 
-void Space::unreserve(uint64_t length_bytes) {
+void Space::unreserve(uint64_t length_bytes, int64_t metadata_bytes) {
   const std::lock_guard lock(mutex_);
   free_bytes_ += length_bytes;
+  free_metadata_bytes_ += metadata_bytes;
+}
+
+void Space::add_free_metadata(int64_t length_bytes) {
+  const std::lock_guard lock(mutex_);
+  free_metadata_bytes_ += length_bytes;
+}
+
+int64_t Space::free_metadata_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return free_metadata_bytes_;
 }
 
 void Space::add_free(uint64_t length_bytes) {

@@ -36,10 +36,13 @@ class Space {
  public:
   Space(const std::vector<std::string>& device_names, EventQueue& events);
 
-  bool reserve(uint64_t length_bytes);
-  void unreserve(uint64_t length_bytes);
+  // Device space and room for extent rows in the metadata region (P6): both or nothing.
+  bool reserve(uint64_t length_bytes, int64_t metadata_bytes = 0);
+  void unreserve(uint64_t length_bytes, int64_t metadata_bytes = 0);
   void add_free(uint64_t length_bytes);
   uint64_t free_bytes() const;
+  void add_free_metadata(int64_t length_bytes);
+  int64_t free_metadata_bytes() const;
 
   void grant(unsigned device_index, const std::vector<std::pair<uint64_t, uint64_t>>& ranges);
 
@@ -77,6 +80,7 @@ class Space {
   EventQueue& events_;
   mutable std::mutex mutex_;
   uint64_t free_bytes_ = 0;           // GUARDED_BY(mutex_)
+  int64_t free_metadata_bytes_ = 0;   // GUARDED_BY(mutex_); below 0 when the control plane took more than there was
   std::vector<DeviceSpace> devices_;  // GUARDED_BY(mutex_)
 };
 

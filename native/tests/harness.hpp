@@ -21,6 +21,7 @@ namespace ckptfs::test {
 
 inline constexpr uint64_t kDeviceBytes = 96 << 20;
 inline constexpr uint64_t kSegmentBytes = 8 << 20;
+inline constexpr int64_t kMetadataBytes = 16 << 20;
 
 class Images {
  public:
@@ -56,6 +57,7 @@ class Harness {
     };
     plane_.start();
     plane_.add_free(devices * kDeviceBytes);
+    plane_.add_free_metadata(kMetadataBytes);
     pump(0);
   }
   ~Harness() { plane_.stop(); }

@@ -145,6 +145,34 @@ TEST_CASE("P6: what does not fit is refused by the write, and fits again after r
   CHECK(plane.free_bytes() == kDeviceBytes);
 }
 
+TEST_CASE("P6: room for extent rows is reserved by the write, exactly given back, and refused when there is none") {
+  Harness harness(1);
+  DataPlane& plane = harness.plane();
+  const int64_t all = plane.free_metadata_bytes();
+  constexpr int64_t kRow = sizeof(ExtentRow);
+  plane.register_file(kIno, 0, 1, 1, "", false);
+  harness.write(kIno, 0, pattern(2 << 20, 1));
+  CHECK(plane.free_metadata_bytes() == all - 2 * kRow);
+  harness.write(kIno, 0, pattern(2 << 20, 2));  // replaces both
+  CHECK(plane.free_metadata_bytes() == all - 2 * kRow);
+  const auto seal = plane.seal(kIno);
+  CHECK(seal->metadata_bytes == 2 * kRow);
+  harness.wait_sealed(seal->seal_id);
+  harness.write(kIno, 100, pattern(10, 3));  // cuts a sealed piece in two
+  CHECK(plane.free_metadata_bytes() == all - 4 * kRow);
+  plane.revert(kIno, kIno + 1);
+  CHECK(plane.free_metadata_bytes() == all - 3 * kRow);
+  plane.unregister_file(kIno + 1);
+  CHECK(plane.free_metadata_bytes() == all - 2 * kRow);
+  for (uint64_t i = 0; i < 1000; ++i) harness.write(kIno, (2 << 20) + i * 10, pattern(10, i));
+  CHECK(plane.free_metadata_bytes() >= all - 6 * kRow);  // appends share their extents
+  plane.add_free_metadata(-plane.free_metadata_bytes());
+  CHECK(harness.write(kIno, 8 << 20, pattern(10, 4)).first == ENOSPC);
+  CHECK(harness.write(kIno, 8 << 20, pattern(2 << 20, 4)).first == ENOSPC);
+  plane.add_free_metadata(4 * kRow);
+  CHECK(harness.write(kIno, 8 << 20, pattern(2 << 20, 4)).first == 0);
+}
+
 TEST_CASE("many small files held open do not wedge a small staging") {
   Harness harness(2);
   DataPlane& plane = harness.plane();
