@@ -75,6 +75,7 @@ void DataPlane::stop() {
   flusher_.stop();
   reader_.stop();
   staging_.stop();
+  staging_.abandon_seals();
 }
 
 // Files

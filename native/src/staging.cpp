@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <utility>
 
 #include "extent_row.hpp"
 #include "reader.hpp"
@@ -40,6 +41,15 @@ void Staging::stop() {
     grower_wanted_.notify_all();
   }
   if (grower_.joinable()) grower_.join();
+}
+
+void Staging::abandon_seals() {
+  decltype(seals_) abandoned;  // dropped after the lock is
+  const Lock held(mutex_);
+  abandoned.swap(seals_);
+  for (const auto& [key, seal] : abandoned) {
+    for (const SealedRange& range : seal->ranges) range.extent->seals.clear();
+  }
 }
 
 StagingCounters Staging::counters() {
@@ -215,7 +225,6 @@ void Staging::put_back(const ExtentRef& extent) {
 
 void Staging::finish_write(const ExtentRef& extent, std::vector<Part> parts, int error) {
   std::vector<std::shared_ptr<SealInFlight>> finished;
-  std::vector<std::shared_ptr<SealInFlight>> watching;
   {
     const Lock held(mutex_);
     if (error == 0) {
@@ -227,10 +236,9 @@ void Staging::finish_write(const ExtentRef& extent, std::vector<Part> parts, int
     } else {
       extent->state = Extent::State::failed;
     }
-    watching.swap(extent->seals);
-    for (const auto& seal : watching) {
+    for (SealInFlight* seal : std::exchange(extent->seals, {})) {
       if (seal->error == 0) seal->error = error;
-      if (--seal->pending == 0) finished.push_back(seal);
+      if (--seal->pending == 0) finished.push_back(std::move(seals_.extract(seal).mapped()));
     }
   }
   for (const auto& seal : finished) send(*seal, seal->error);
@@ -249,12 +257,15 @@ void Staging::watch_seal(const std::shared_ptr<SealInFlight>& seal) {
         seal->error = EIO;
         continue;
       }
-      if (!extent.seals.empty() && extent.seals.back() == seal) continue;  // several ranges of one extent
+      if (!extent.seals.empty() && extent.seals.back() == seal.get()) continue;  // several ranges of one extent
       freeze(held, extent, true);
-      extent.seals.push_back(seal);
+      extent.seals.push_back(seal.get());
       ++seal->pending;
     }
-    if (seal->pending > 0) return;
+    if (seal->pending > 0) {
+      seals_[seal.get()] = seal;
+      return;
+    }
     error = seal->error;
   }
   send(*seal, error);

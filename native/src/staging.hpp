@@ -11,6 +11,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 #include "arena.hpp"
@@ -66,10 +67,10 @@ class Extent : public std::enable_shared_from_this<Extent> {
   uint32_t length_bytes = 0;
   uint32_t reserved_bytes = 0;  // device space promised and not yet placed
   std::byte* memory = nullptr;
-  std::vector<Part> parts;                           // fixed once clean
-  unsigned write_tries = 0;                          // owned by the flusher
-  std::vector<std::shared_ptr<SealInFlight>> seals;  // to tell when it is clean
-  std::vector<WaitingRead> readers;                  // to tell when it is loaded
+  std::vector<Part> parts;           // fixed once clean
+  unsigned write_tries = 0;          // owned by the flusher
+  std::vector<SealInFlight*> seals;  // to tell when it is clean
+  std::vector<WaitingRead> readers;  // to tell when it is loaded
   std::list<Extent*>::iterator list_position;
 
  private:
@@ -149,6 +150,8 @@ class Staging {
 
   void start();
   void stop();
+  // REQUIRES: no thread writes any more. Seals that were not finished are forgotten, and let their extents go.
+  void abandon_seals();
   StagingCounters counters();
   Space& space() { return space_; }
   Arena& arena() { return arena_; }
@@ -179,10 +182,12 @@ class Staging {
   std::deque<std::weak_ptr<Extent>> urgent_queue_;  // GUARDED_BY(mutex_)
   std::deque<std::weak_ptr<Extent>> queue_;         // GUARDED_BY(mutex_)
   std::list<Extent*> filling_;                      // GUARDED_BY(mutex_)
-  uint64_t dirty_bytes_ = 0;                        // GUARDED_BY(mutex_)
-  uint64_t cached_bytes_ = 0;                       // GUARDED_BY(mutex_); memory of the extents in cache_
-  uint64_t activity_ = 0;                           // GUARDED_BY(mutex_); counts allocations
-  bool population_failed_ = false;                  // GUARDED_BY(mutex_)
+  // Seals with extents still to be written. Extents point back to them, so nobody else may own them.
+  std::unordered_map<SealInFlight*, std::shared_ptr<SealInFlight>> seals_;  // GUARDED_BY(mutex_)
+  uint64_t dirty_bytes_ = 0;                                                // GUARDED_BY(mutex_)
+  uint64_t cached_bytes_ = 0;       // GUARDED_BY(mutex_); memory of the extents in cache_
+  uint64_t activity_ = 0;           // GUARDED_BY(mutex_); counts allocations
+  bool population_failed_ = false;  // GUARDED_BY(mutex_)
   std::condition_variable memory_freed_;
   std::condition_variable grower_wanted_;
   std::atomic<bool> stopping_{false};

@@ -168,7 +168,8 @@ void Switch::read_requests() {
   landing.slots = data_plane_.take_landing(max_write_bytes_ / kSlotBytes);
   size_t length_bytes = 0;
   while (!stopping_ && receive(landing, length_bytes)) {
-    if (length_bytes > 0) dispatch(landing, length_bytes);
+    // No request is shorter than this; a shorter read is no request.
+    if (length_bytes >= sizeof(fuse_in_header)) dispatch(landing, length_bytes);
   }
   data_plane_.return_landing(landing.slots);
 }
@@ -195,7 +196,7 @@ void Switch::dispatch(Landing& landing, size_t length_bytes) {
   ++requests_[std::min<size_t>(header.opcode, requests_.size() - 1)];
   switch (header.opcode) {
     case FUSE_WRITE:
-      return serve_write(landing);
+      return serve_write(landing, length_bytes);
     case FUSE_READ:
       return serve_read(header, landing.body<fuse_read_in>());
     case FUSE_FLUSH:
@@ -215,9 +216,10 @@ void Switch::dispatch(Landing& landing, size_t length_bytes) {
   forward(landing, length_bytes);
 }
 
-void Switch::serve_write(Landing& landing) {
+void Switch::serve_write(Landing& landing, size_t length_bytes) {
   const auto header = take<fuse_in_header>(landing.header);
   const auto in = landing.body<fuse_write_in>();
+  if (kWriteHeaderBytes + in.size != length_bytes) return answer(header.unique, EIO);
   WriteRequest request;
   request.unique = header.unique;
   request.ino = header.nodeid;
@@ -307,8 +309,10 @@ void Switch::forward_batch_forget(const Message& message) {
   const auto header = take<fuse_in_header>(message.data());
   const auto in = take<fuse_batch_forget_in>(message.data() + sizeof header);
   const std::byte* entries = message.data() + sizeof header + sizeof in;
-  for (uint32_t first = 0; first < in.count; first += kForgetsPerMessage) {
-    const uint32_t count = std::min(kForgetsPerMessage, in.count - first);
+  const size_t came = (message.size() - sizeof header - sizeof in) / sizeof(fuse_forget_one);
+  const auto total = static_cast<uint32_t>(std::min<size_t>(in.count, came));
+  for (uint32_t first = 0; first < total; first += kForgetsPerMessage) {
+    const uint32_t count = std::min(kForgetsPerMessage, total - first);
     const size_t entries_bytes = count * sizeof(fuse_forget_one);
     Message part(sizeof header + sizeof in + entries_bytes);
     fuse_in_header part_header = header;

@@ -69,7 +69,7 @@ class Switch {
   void read_requests();
   bool receive(Landing& landing, size_t& length_bytes);
   void dispatch(Landing& landing, size_t length_bytes);
-  void serve_write(Landing& landing);
+  void serve_write(Landing& landing, size_t length_bytes);
   void serve_read(const fuse_in_header& header, const fuse_read_in& request);
   void serve_flush(const fuse_in_header& header, const fuse_flush_in& request);
   void give_fsync(const fuse_in_header& header, const fuse_fsync_in& request, EventKind kind);
