@@ -63,6 +63,8 @@ class Control:
         self._mountpoint = mountpoint
         self._tell_status = tell_status
         self._leave = leave
+        self.clients = 0
+        """Connected, and not told everything yet."""
 
     async def listen(self, socket_path: str) -> trio.SocketListener:
         """Makes the socket. Anybody may ask; only root and the daemon's user may unmount."""
@@ -83,6 +85,7 @@ class Control:
             await stream.send_all(json.dumps(answer).encode() + b"\n")
 
         received = b""
+        self.clients += 1
         try:
             async with stream:
                 while b"\n" not in received:
@@ -93,6 +96,8 @@ class Control:
                 await self._answer(received.partition(b"\n")[0], _peer_uid(stream), send)
         except trio.BrokenResourceError:
             log.debug("a client went away")
+        finally:
+            self.clients -= 1
 
     async def _answer(self, line: bytes, uid: int, send: Send) -> None:
         commands = {"status": self._status, "wait": self._wait, "extents": self._extents, "umount": self._umount}

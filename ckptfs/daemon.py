@@ -111,7 +111,7 @@ class Daemon:
             self._ended.set()
             # Whoever waits on the control socket gets the last word; nobody is waited for.
             with trio.move_on_after(LAST_WORD_GRACE_S):
-                while self._leaving:
+                while control.clients:
                     await trio.sleep(0.01)
             nursery.cancel_scope.cancel()
         return 1 if self._lost or self._stop_error else 0
@@ -230,21 +230,14 @@ class Daemon:
 
     # Leaving.
 
-    _leaving = 0
-    """Control clients that wait for the last word."""
-
     async def _leave_when_asked(self) -> dict[str, Any]:
         """`ckptfs umount`: everything durable, then unmount, then the end."""
-        self._leaving += 1
         log.info("asked to unmount")
-        try:
-            if not self._mount_gone.is_set():
-                await self._flush()
-                with contextlib.suppress(NotMounted):
-                    await self._unmount(lazily=False)
-            await self._ended.wait()
-        finally:
-            self._leaving -= 1
+        if not self._mount_gone.is_set():
+            await self._flush()
+            with contextlib.suppress(NotMounted):
+                await self._unmount(lazily=False)
+        await self._ended.wait()
         if self._lost or self._stop_error:
             what = "; ".join(self._lost) or self._stop_error
             return {"error": f"not everything could be made durable: {what}", "exit_status": 1, "lost": self._lost}
