@@ -34,7 +34,7 @@ async def test_a_client_counts_until_it_has_the_last_word(tmp_path: Path) -> Non
     async def ask() -> None:
         async with await trio.open_unix_socket(socket_path) as stream:
             await stream.send_all(b'{"command": "umount"}\n')
-            answers.extend([chunk async for chunk in stream])
+            answers.extend([bytes(chunk) async for chunk in stream])
 
     async with trio.open_nursery() as client:
         client.start_soon(ask)
