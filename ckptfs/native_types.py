@@ -19,7 +19,7 @@ class FileState(NamedTuple):
     modified: bool
     """There is an open version: something came in since the last seal."""
     killed: bool
-    """A FLUSH by a dying writer was seen since the last seal (never with killed=keep, never for a log)."""
+    """A FLUSH by a dying writer was seen since the last seal (never with killed=keep, nor when it only grew a log)."""
     log: bool
     """Opened with O_APPEND, or never had one write above 64 KiB."""
     unsealed_bytes: int

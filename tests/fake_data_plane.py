@@ -92,7 +92,7 @@ class FakeDataPlane:
         file = self.files[ino]
         if pid not in file.writers:
             return False
-        if dying and not self._is_log(file):
+        if dying and not self._is_grown_log(file):
             file.killed = True
             return False
         return True
@@ -238,6 +238,11 @@ class FakeDataPlane:
 
     def _is_log(self, file: FakeFile) -> bool:
         return file.append or file.largest_write_bytes <= LARGEST_LOG_WRITE_BYTES
+
+    def _is_grown_log(self, file: FakeFile) -> bool:
+        sealed = file.sealed.content
+        has_grown = len(file.content) > len(sealed) and file.content.startswith(sealed)
+        return file.append or (self._is_log(file) and has_grown)
 
     def _store(self, content: bytes) -> bytes:
         rows = []

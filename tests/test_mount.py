@@ -141,6 +141,26 @@ def test_a_killed_trainer_gives_the_old_checkpoint_back(volume: MountedVolume) -
     assert path.read_bytes() == BIG
 
 
+@pytest.mark.parametrize("head", [b"", b"PK\3\4 the index of an archive", b"a line"])
+def test_a_trainer_killed_before_its_first_large_write_has_lost_nothing(volume: MountedVolume, head: bytes) -> None:
+    (volume.root / "old").write_bytes(BIG)
+    for name in ("old", "new"):
+        code = (
+            f"import time; f = open({str(volume.root / name)!r}, 'wb', 0); f.write({head!r})\n"
+            "print('open', flush=True); time.sleep(60)"
+        )
+        writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"open\n"
+        kill(writer)
+    kept = {"lost+found", "old", "new"} if head == b"a line" else {"lost+found", "old"}
+    wait_until(lambda: set(os.listdir(volume.root)) == kept and (volume.root / "old").stat().st_size == len(BIG))
+    assert (volume.root / "old").read_bytes() == BIG
+    volume.remount()
+    assert set(os.listdir(volume.root)) == kept
+    assert (volume.root / "old").read_bytes() == BIG
+
+
 def test_wait_says_that_the_writer_was_killed(volume: MountedVolume) -> None:
     path = volume.root / "checkpoint"
     writer = start_writer(path)

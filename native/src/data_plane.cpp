@@ -34,10 +34,7 @@ DataPlane::DataPlane(const DataPlaneOptions& options)
           bounce_slots(options.staging_limit_bytes), [this](WriteRequest& request) { return attempt(request, true); },
           [this](WriteRequest& request) { release(request); }) {
   staging_.wake_flusher = [this] { flusher_.wake(); };
-  staging_.wake_memory_waiters = [this] {
-    parked_.wake();
-    reader_.wake_if_waiting();
-  };
+  staging_.wake_memory_waiters = [this] { parked_.wake(); };
   staging_.register_chunk = [this](size_t chunk) {
     std::byte* memory = staging_.arena().chunk_address(chunk);
     const uint64_t length = staging_.arena().chunk_bytes();
@@ -257,6 +254,11 @@ void DataPlane::add_free_metadata(int64_t length_bytes) {
   if (length_bytes > 0) parked_.wake();
 }
 
+void DataPlane::refuse_writes(int error) {
+  refuse_errno_ = error;
+  parked_.wake();  // what they wait for may never come now
+}
+
 void DataPlane::flush_all() {
   const auto held = staging_.lock();
   staging_.freeze_all_filling(held);
@@ -322,8 +324,12 @@ int DataPlane::apply(WriteRequest& request, uint32_t length_bytes) {
   if (file == nullptr) return EIO;
   const std::lock_guard lock(file->mutex_);
   if (file->error_ != 0) return file->error_;
+  // Looked at before, because an adopted slot may be written and used again at any moment.
+  const bool archive =
+      request.offset_bytes == 0 && !request.slots.empty() && begins_archive(request.slots[0], length_bytes);
   const int error = apply_locked(*file, request, length_bytes);
   if (error != 0 || length_bytes == 0) return error;
+  if (request.offset_bytes == 0) file->archive_ = archive;
   file->note_write(request.offset_bytes + length_bytes, length_bytes, request.writer);
   if (request.kill_set_id && std::exchange(file->set_id_, false)) {
     events_.push(EventKind::kill_suidgid, {request.ino});
@@ -400,7 +406,7 @@ std::optional<int> DataPlane::flush(uint64_t ino, uint64_t lock_owner, int pid) 
   const std::lock_guard lock(file->mutex_);
   if (!file->modified_) return file->error_;
   if (!file->written_by(lock_owner) && !file->modified_by_process(process_of_thread(pid))) return file->error_;
-  if (!options_.keep_killed && dying_of_signal(pid) && !file->is_log()) {
+  if (!options_.keep_killed && dying_of_signal(pid) && !file->is_grown_log()) {
     file->killed_ = true;
     return 0;
   }

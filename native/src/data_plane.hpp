@@ -87,7 +87,7 @@ class DataPlane {
   std::optional<SealResult> seal(uint64_t ino);
   FileAttributes revert(uint64_t ino, uint64_t lost_ino);
   void set_error(uint64_t ino, int error);
-  void refuse_writes(int error) { refuse_errno_ = error; }
+  void refuse_writes(int error);
   void flush_all();
   DataPlaneCounters counters();
 

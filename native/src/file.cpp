@@ -57,6 +57,7 @@ void File::reopen(int64_t mtime_ns, int64_t ctime_ns, bool set_id) {
   ctime_ns_ = sealed_ctime_ns_ = ctime_ns;
   set_id_ = set_id;
   append_ = false;
+  archive_ = false;
   largest_write_bytes_ = 0;
 }
 
@@ -130,74 +131,77 @@ void File::freeze_if_full(const Staging::Lock& held, Extent& extent) {
   if (extent.length_bytes == block_bytes && block_bytes >= kWriteAtOnceBytes) staging_.freeze(held, extent, false);
 }
 
-int File::write_small(uint64_t offset_bytes, const std::byte* data, uint32_t length_bytes) {
-  if (overwrite_filling(offset_bytes, data, length_bytes)) return 0;
-
-  // Plan and take what is needed in one go: all of it or nothing.
-  auto tail = filling_piece_ending_at(offset_bytes);
-  ExtentRef growing = tail == map_.end() ? nullptr : tail->second.extent;
-  ExtentRef fresh;
-  uint32_t appended_bytes = 0;
-  uint64_t reserve_bytes = 0;
+// Takes all that a small write needs, or nothing.
+int File::plan_small(uint64_t offset_bytes, uint32_t length_bytes, SmallWrite& plan) {
+  plan.tail = filling_piece_ending_at(offset_bytes);
+  const auto held = staging_.lock();
+  ExtentRef growing = plan.tail == map_.end() ? nullptr : plan.tail->second.extent;
+  uint64_t block_bytes = 0;
   uint64_t grown_bytes = 0;
-  int64_t metadata_bytes = 0;
-  {
-    const auto held = staging_.lock();
-    uint64_t block_bytes = 0;
-    if (growing != nullptr) {
-      block_bytes = kBlockBytes << growing->order;
-      const bool at_end = tail->second.skip_bytes + tail->second.length_bytes == growing->length_bytes;
-      if (growing->state != Extent::State::filling || !at_end) {
-        growing = nullptr;
-      } else {
-        appended_bytes = static_cast<uint32_t>(std::min<uint64_t>(length_bytes, block_bytes - growing->length_bytes));
-        grown_bytes = round_up(growing->length_bytes + appended_bytes, kBlockBytes) - growing->reserved_bytes;
-      }
-    }
-    const uint32_t rest_bytes = length_bytes - appended_bytes;
-    reserve_bytes = grown_bytes + round_up(rest_bytes, kBlockBytes);
-    // An append at the end of the file cuts nothing; that it needs no room for rows keeps logs cheap.
-    const bool cuts = map_.lower_bound(offset_bytes) != map_.end();
-    metadata_bytes = rest_bytes > 0 || cuts ? kNewPieceMetadataBytes : 0;
-    if (!staging_.space().reserve(reserve_bytes, metadata_bytes)) return ENOSPC;
-    if (rest_bytes > 0) {
-      // A file that goes on appending gets larger and larger extents.
-      const uint64_t wanted_bytes = std::clamp<uint64_t>(2 * block_bytes, rest_bytes, kSlotBytes);
-      fresh = staging_.begin_filling(held, order_for(std::max<uint64_t>(wanted_bytes, rest_bytes)));
-      if (fresh == nullptr && wanted_bytes > rest_bytes) fresh = staging_.begin_filling(held, order_for(rest_bytes));
-      if (fresh == nullptr) {
-        staging_.space().unreserve(reserve_bytes, metadata_bytes);
-        return ENOMEM;
-      }
-      fresh->copying = true;
-      fresh->reserved_bytes = static_cast<uint32_t>(round_up(rest_bytes, kBlockBytes));
-    }
-    if (growing != nullptr) {
-      growing->copying = true;
-      growing->reserved_bytes += static_cast<uint32_t>(grown_bytes);
+  if (growing != nullptr) {
+    block_bytes = kBlockBytes << growing->order;
+    const bool at_end = plan.tail->second.skip_bytes + plan.tail->second.length_bytes == growing->length_bytes;
+    if (growing->state != Extent::State::filling || !at_end) {
+      growing = nullptr;
+    } else {
+      plan.appended_bytes =
+          static_cast<uint32_t>(std::min<uint64_t>(length_bytes, block_bytes - growing->length_bytes));
+      grown_bytes = round_up(growing->length_bytes + plan.appended_bytes, kBlockBytes) - growing->reserved_bytes;
     }
   }
+  const uint32_t rest_bytes = length_bytes - plan.appended_bytes;
+  const uint64_t reserve_bytes = grown_bytes + round_up(rest_bytes, kBlockBytes);
+  // An append at the end of the file cuts nothing; that it needs no room for rows keeps logs cheap.
+  const bool cuts = map_.lower_bound(offset_bytes) != map_.end();
+  plan.metadata_bytes = rest_bytes > 0 || cuts ? kNewPieceMetadataBytes : 0;
+  if (!staging_.space().reserve(reserve_bytes, plan.metadata_bytes)) return ENOSPC;
+  if (growing != nullptr) growing->copying = true;  // first: want of memory for the rest may freeze what is filling
+  if (rest_bytes > 0) {
+    // A file that goes on appending gets larger and larger extents.
+    const uint64_t wanted_bytes = std::clamp<uint64_t>(2 * block_bytes, rest_bytes, kSlotBytes);
+    plan.fresh = staging_.begin_filling(held, order_for(wanted_bytes));
+    if (plan.fresh == nullptr) plan.fresh = staging_.begin_filling(held, order_for(rest_bytes));
+    if (plan.fresh == nullptr) {
+      if (growing != nullptr) growing->copying = false;
+      staging_.space().unreserve(reserve_bytes, plan.metadata_bytes);
+      return ENOMEM;
+    }
+    plan.fresh->copying = true;
+    plan.fresh->reserved_bytes = static_cast<uint32_t>(round_up(rest_bytes, kBlockBytes));
+  }
+  if (growing != nullptr) growing->reserved_bytes += static_cast<uint32_t>(grown_bytes);
+  plan.growing = std::move(growing);
+  return 0;
+}
 
+int File::write_small(uint64_t offset_bytes, const std::byte* data, uint32_t length_bytes) {
+  if (overwrite_filling(offset_bytes, data, length_bytes)) return 0;
+  SmallWrite plan;
+  if (const int error = plan_small(offset_bytes, length_bytes, plan); error != 0) return error;
+  const auto& [tail, growing, appended_bytes, fresh, metadata_bytes] = plan;
   const uint32_t rest_bytes = length_bytes - appended_bytes;
   if (growing != nullptr) std::memcpy(growing->memory + growing->length_bytes, data, appended_bytes);
   if (fresh != nullptr) std::memcpy(fresh->memory, data + appended_bytes, rest_bytes);
   punch(offset_bytes, length_bytes);
-  auto held = staging_.lock();
+  {
+    const auto held = staging_.lock();
+    if (growing != nullptr) {
+      growing->copying = false;
+      growing->length_bytes += appended_bytes;
+      freeze_if_full(held, *growing);
+    }
+    if (fresh != nullptr) {
+      fresh->copying = false;
+      fresh->length_bytes = rest_bytes;
+      freeze_if_full(held, *fresh);
+    }
+  }
   if (growing != nullptr) {
-    growing->copying = false;
-    growing->length_bytes += appended_bytes;
     tail->second.length_bytes += appended_bytes;
     mapped_bytes_ += appended_bytes;
     dirty_end_bytes_ = std::max(dirty_end_bytes_, offset_bytes + appended_bytes);
-    freeze_if_full(held, *growing);
   }
-  if (fresh != nullptr) {
-    fresh->copying = false;
-    fresh->length_bytes = rest_bytes;
-    freeze_if_full(held, *fresh);
-    insert(offset_bytes + appended_bytes, {rest_bytes, 0, false, std::move(fresh)});
-  }
-  held.unlock();
+  if (fresh != nullptr) insert(offset_bytes + appended_bytes, {rest_bytes, 0, false, fresh});
   settle_metadata(metadata_bytes);
   return 0;
 }
@@ -215,6 +219,17 @@ void File::note_write(uint64_t end_bytes, uint64_t length_bytes, const Writer& w
   append_ = append_ || writer.append;
   largest_write_bytes_ = std::max(largest_write_bytes_, length_bytes);
   if (!writer.by_mapping && !written_by(writer.lock_owner)) owners_.push_back(writer.lock_owner);
+}
+
+bool begins_archive(const std::byte* data, uint32_t length_bytes) {
+  constexpr char kZipLocalHeader[] = {'P', 'K', 3, 4};  // APPNOTE.TXT 4.3.7
+  return length_bytes >= sizeof kZipLocalHeader && std::memcmp(data, kZipLocalHeader, sizeof kZipLocalHeader) == 0;
+}
+
+bool File::is_grown_log() const {
+  if (append_) return true;
+  const bool has_grown = dirty_end_bytes_ > 0 && displaced_.empty() && truncate_to_bytes_ >= sealed_size_bytes_;
+  return is_log() && has_grown;
 }
 
 bool File::written_by(uint64_t lock_owner) const { return std::ranges::find(owners_, lock_owner) != owners_.end(); }
@@ -277,10 +292,10 @@ void File::revert(File& lost) {
   for (auto& [offset, piece] : displaced_) insert(offset, std::move(piece));
   displaced_.clear();
   release_metadata();
-  sealed_pieces_ = map_.size();
   lost.settle_metadata(0);
   lost.modified_ = true;
   lost.append_ = append_;
+  lost.archive_ = archive_;
   lost.largest_write_bytes_ = largest_write_bytes_;
   lost.mtime_ns_ = mtime_ns_;
   lost.ctime_ns_ = ctime_ns_;

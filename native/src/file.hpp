@@ -27,8 +27,9 @@ struct ReadRange {
   uint64_t file_offset_bytes;
   uint32_t length_bytes;
   uint32_t skip_bytes;
-  ExtentRef extent;     // nullptr: a hole
-  bool pinned = false;  // GUARDED_BY(Staging::mutex)
+  ExtentRef extent;                     // nullptr: a hole
+  bool pinned = false;                  // GUARDED_BY(Staging::mutex)
+  std::unique_ptr<std::byte[]> copy{};  // of the bytes, instead of a pin
 };
 
 struct FileAttributes {
@@ -58,6 +59,9 @@ struct SealResult {
 
 // One row for the piece, and one for the rest of a piece that it cuts in two.
 inline constexpr int64_t kNewPieceMetadataBytes = 2 * sizeof(ExtentRow);
+
+// True when a file that begins so is a zip archive.
+bool begins_archive(const std::byte* data, uint32_t length_bytes);
 
 // Who wrote, for P3: a FLUSH seals when its owner has written since the last seal.
 struct Writer {
@@ -105,7 +109,11 @@ class File {
   // The rows of the map, when every piece is clean; empty optional otherwise.
   std::optional<std::string> rows() const;
 
-  bool is_log() const { return append_ || largest_write_bytes_ <= kLargestLogWriteBytes; }
+  // An archive is no log, however small its writes: what torch.save, numpy.savez and Keras make are zip files.
+  bool is_log() const { return append_ || (!archive_ && largest_write_bytes_ <= kLargestLogWriteBytes); }
+  // What a killed writer leaves is kept as it stands: a log to which it has only added. Where it has truncated or
+  // overwritten what was sealed, the sealed version comes back, so that no old content is ever lost to a torn new one.
+  bool is_grown_log() const;
   bool written_by(uint64_t lock_owner) const;
   bool modified_by_process(int tgid) const;
   void add_process(int tgid);
@@ -116,6 +124,7 @@ class File {
   bool modified_ = false;
   bool killed_ = false;
   bool append_ = false;
+  bool archive_ = false;
   bool set_id_ = false;
   int error_ = 0;
   uint64_t largest_write_bytes_ = 0;
@@ -125,11 +134,19 @@ class File {
 
  private:
   using Map = std::map<uint64_t, Piece>;
+  struct SmallWrite {
+    Map::iterator tail;  // the piece of growing, if there is one
+    ExtentRef growing;
+    uint32_t appended_bytes = 0;  // to growing; the rest goes to fresh
+    ExtentRef fresh;
+    int64_t metadata_bytes = 0;
+  };
   uint64_t allocated_bytes() const { return round_up(mapped_bytes_, kBlockBytes); }
   void split_at(uint64_t offset_bytes);
   void punch(uint64_t offset_bytes, uint64_t length_bytes);
   void insert(uint64_t offset_bytes, Piece piece);
   Map::iterator filling_piece_ending_at(uint64_t offset_bytes);
+  int plan_small(uint64_t offset_bytes, uint32_t length_bytes, SmallWrite& plan);
   bool overwrite_filling(uint64_t offset_bytes, const std::byte* data, uint32_t length_bytes);
   void freeze_if_full(const Staging::Lock& held, Extent& extent);
   void touch(int64_t time_ns);

@@ -105,13 +105,12 @@ void Flusher::finish(std::unique_ptr<Write> write) {
   }
   const bool again = error != 0 && ++write->extent->write_tries < kTriesPerDevice * device_count_;
   for (const auto& part : write->parts) {
-    if (part->error != 0) {
-      space_.quarantine(part->placement);
-    } else if (again) {
+    if (part->error == 0 && error != 0) {
       space_.cancel(part->placement);
       continue;
     }
-    space_.write_finished(part->placement, part->error == 0);
+    if (error != 0) space_.quarantine(part->placement);
+    space_.write_finished(part->placement, error == 0);
   }
   if (again) {
     staging_.put_back(write->extent);

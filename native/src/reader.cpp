@@ -1,6 +1,8 @@
 #include "reader.hpp"
 
 #include <algorithm>
+#include <cstring>
+#include <utility>
 
 #include "checksum.hpp"
 
@@ -35,6 +37,7 @@ struct Reader::PartLoad {
 
 struct Reader::Load {
   ExtentRef extent;
+  std::byte* memory;  // the extent's, or the reserve
   std::vector<std::unique_ptr<PartLoad>> parts;
   size_t pending;
   int error = 0;
@@ -52,6 +55,7 @@ Reader::Reader(Staging& staging, Space& space, EventQueue& events, IoEngine& eng
                                 staging.arena().limit_bytes() / 8})) {}
 
 void Reader::start() {
+  reserve_ = staging_.wait_for_slot();
   thread_ = std::thread([this] { run(); });
 }
 
@@ -59,10 +63,10 @@ void Reader::stop() {
   stopping_ = true;
   engine_.wake();
   if (thread_.joinable()) thread_.join();
-}
-
-void Reader::wake_if_waiting() {
-  if (starved_.load()) engine_.wake();
+  if (std::byte* slot = std::exchange(reserve_, nullptr); slot != nullptr) {
+    const auto held = staging_.lock();
+    staging_.free(held, slot, kSlotOrder);
+  }
 }
 
 void Reader::read(std::shared_ptr<ReadRequest> request) {
@@ -135,15 +139,19 @@ void Reader::answer(const std::shared_ptr<ReadRequest>& request) {
       if (range.extent == nullptr) {
         append_zeros(data, range.length_bytes);
       } else {
-        data.push_back({range.extent->memory + range.skip_bytes, range.length_bytes});
+        std::byte* memory = range.copy != nullptr ? range.copy.get() : range.extent->memory + range.skip_bytes;
+        data.push_back({memory, range.length_bytes});
       }
     }
     request->done(0, data);
   }
-  const auto held = staging_.lock();
-  for (const ReadRange& range : request->ranges) {
-    if (range.pinned) staging_.unpin(held, *range.extent);
+  {
+    const auto held = staging_.lock();
+    for (const ReadRange& range : request->ranges) {
+      if (range.pinned) staging_.unpin(held, *range.extent);
+    }
   }
+  staging_.notify_memory();
 }
 
 void Reader::prefetch(File& file, uint64_t from_bytes) {
@@ -184,7 +192,6 @@ void Reader::run() {
 }
 
 void Reader::start_loads() {
-  starved_ = false;
   while (in_flight_ < kMostInFlight) {
     ExtentRef extent;
     {
@@ -194,32 +201,49 @@ void Reader::start_loads() {
       wanted_.pop_front();
     }
     if (start_load(extent)) continue;
-    starved_ = true;  // set before the second look, so that no wake-up is missed
-    if (start_load(extent)) continue;
+    // All memory may be held by reads that wait for this one: with nothing in flight nobody else would end that.
+    if (in_flight_ == 0) {
+      start_load_in_reserve(extent);
+      continue;
+    }
     const std::lock_guard lock(mutex_);
     wanted_.push_front(std::move(extent));
     return;
   }
 }
 
-// False when there is no memory for it now; notify_memory wakes us again.
+// False when there is no memory for it now.
 bool Reader::start_load(const ExtentRef& extent) {
   {
     const auto held = staging_.lock();
     if (!staging_.begin_load(held, *extent)) return false;
     extent->load_wanted = false;
   }
-  auto* load = new Load{extent, {}, extent->parts.size()};
+  submit_parts(extent, extent->memory);
+  return true;
+}
+
+// Reads that wait for the extent get copies; one that nobody waits for is not loaded at all.
+void Reader::start_load_in_reserve(const ExtentRef& extent) {
+  {
+    const auto held = staging_.lock();
+    extent->load_wanted = !extent->readers.empty();
+    if (!extent->load_wanted) return;
+  }
+  submit_parts(extent, reserve_);
+}
+
+void Reader::submit_parts(const ExtentRef& extent, std::byte* memory) {
+  auto* load = new Load{extent, memory, {}, extent->parts.size()};
   for (const Part& part : extent->parts) {
     load->parts.push_back(std::make_unique<PartLoad>(PartLoad{load, &part}));
     submit(*load->parts.back());
   }
-  return true;
 }
 
 void Reader::submit(PartLoad& load) {
   const Part& part = *load.part;
-  engine_.submit({false, part.device_index, part.offset_bytes, load.load->extent->memory + part.skip_bytes,
+  engine_.submit({false, part.device_index, part.offset_bytes, load.load->memory + part.skip_bytes,
                   static_cast<uint32_t>(round_up(part.length_bytes, kBlockBytes)), &load});
   ++in_flight_;
 }
@@ -228,8 +252,7 @@ void Reader::finish_part(PartLoad* loaded, int error) {
   --in_flight_;
   Load* load = loaded->load;
   const Part& part = *loaded->part;
-  const bool matches =
-      error == 0 && checksum(load->extent->memory + part.skip_bytes, part.length_bytes) == part.checksum;
+  const bool matches = error == 0 && checksum(load->memory + part.skip_bytes, part.length_bytes) == part.checksum;
   space_.read_finished(part.device_index, round_up(part.length_bytes, kBlockBytes), error == 0);
   if (!matches && ++loaded->tries < 2) {
     submit(*loaded);
@@ -253,12 +276,20 @@ void Reader::finish(std::unique_ptr<Load> load) {
   {
     const auto held = staging_.lock();
     Extent& extent = *load->extent;
-    staging_.finish_load(held, extent, load->error == 0);
+    const bool in_reserve = load->memory == reserve_;
+    if (in_reserve) {
+      extent.load_wanted = false;
+    } else {
+      staging_.finish_load(held, extent, load->error == 0);
+    }
     readers.swap(extent.readers);
     for (const WaitingRead& reader : readers) {
       ReadRequest& request = *reader.request;
       ReadRange& range = request.ranges[reader.range_index];
-      if (load->error == 0) {
+      if (load->error == 0 && in_reserve) {
+        range.copy = std::make_unique_for_overwrite<std::byte[]>(range.length_bytes);
+        std::memcpy(range.copy.get(), reserve_ + range.skip_bytes, range.length_bytes);
+      } else if (load->error == 0) {
         range.pinned = staging_.pin(held, extent);
       } else {
         request.error = load->error;
@@ -270,6 +301,7 @@ void Reader::finish(std::unique_ptr<Load> load) {
     }
   }
   for (const auto& request : ready) answer(request);
+  staging_.notify_memory();
 }
 
 }  // namespace ckptfs

@@ -49,8 +49,6 @@ class Reader {
 
   // Answers now if everything is in memory, else when the devices have delivered.
   void read(std::shared_ptr<ReadRequest> request);
-  // Memory has come free.
-  void wake_if_waiting();
 
  private:
   struct Load;
@@ -63,6 +61,8 @@ class Reader {
   void run();
   void start_loads();
   bool start_load(const ExtentRef& extent);
+  void start_load_in_reserve(const ExtentRef& extent);
+  void submit_parts(const ExtentRef& extent, std::byte* memory);
   void submit(PartLoad& load);
   void finish_part(PartLoad* part, int error);
   void finish(std::unique_ptr<Load> load);
@@ -74,8 +74,8 @@ class Reader {
   uint64_t prefetch_bytes_;
   std::mutex mutex_;              // a leaf
   std::deque<ExtentRef> wanted_;  // GUARDED_BY(mutex_)
-  std::atomic<bool> starved_{false};
-  size_t in_flight_ = 0;  // owned by the thread
+  size_t in_flight_ = 0;          // owned by the thread
+  std::byte* reserve_ = nullptr;  // owned by the thread: a slot, so that want of memory never stops reads
   std::atomic<bool> stopping_{false};
   std::thread thread_;
 };

@@ -5,6 +5,7 @@
 #include <poll.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -74,9 +75,16 @@ class Harness {
   // errno and length of one WRITE of any size.
   std::pair<int, uint32_t> write(uint64_t ino, uint64_t offset_bytes, const std::vector<std::byte>& data,
                                  uint64_t owner = 1) {
+    WriteRequest request = prepare(ino, offset_bytes, data, owner);
+    plane_.write(request);
+    plane_.return_landing(request.slots);
+    return wait_answer(request.unique);
+  }
+
+  // A WRITE as the switch has it when it has read it.
+  WriteRequest prepare(uint64_t ino, uint64_t offset_bytes, const std::vector<std::byte>& data, uint64_t owner = 1) {
     WriteRequest request;
     request.unique = next_unique_++;
-    const uint64_t unique = request.unique;
     request.ino = ino;
     request.offset_bytes = offset_bytes;
     request.length_bytes = static_cast<uint32_t>(data.size());
@@ -86,15 +94,19 @@ class Harness {
       std::memcpy(request.slots[i], data.data() + i * kSlotBytes,
                   std::min<size_t>(kSlotBytes, data.size() - i * kSlotBytes));
     }
-    plane_.write(request);
-    plane_.return_landing(request.slots);
-    while (true) {
+    return request;
+  }
+
+  std::pair<int, uint32_t> wait_answer(uint64_t unique) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (std::chrono::steady_clock::now() < deadline) {
       {
         const std::lock_guard lock(mutex_);
         if (const auto found = answers_.find(unique); found != answers_.end()) return found->second;
       }
       pump(10);
     }
+    throw std::runtime_error("a write is not answered");
   }
 
   std::pair<int, std::vector<std::byte>> read(uint64_t ino, uint64_t offset_bytes, uint64_t length_bytes) {

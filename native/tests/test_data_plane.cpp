@@ -164,6 +164,8 @@ TEST_CASE("P6: room for extent rows is reserved by the write, exactly given back
   CHECK(plane.free_metadata_bytes() == all - 3 * kRow);
   plane.unregister_file(kIno + 1);
   CHECK(plane.free_metadata_bytes() == all - 2 * kRow);
+  harness.write(kIno, 100, pattern(10, 3));  // where the map has been cut already, but no seal said so
+  CHECK(plane.free_metadata_bytes() == all - 4 * kRow);
   for (uint64_t i = 0; i < 1000; ++i) harness.write(kIno, (2 << 20) + i * 10, pattern(10, i));
   CHECK(plane.free_metadata_bytes() >= all - 6 * kRow);  // appends share their extents
   plane.add_free_metadata(-plane.free_metadata_bytes());
@@ -187,6 +189,88 @@ TEST_CASE("many small files held open do not wedge a small staging") {
     CHECK(harness.read(ino, 6000, 6000).second == pattern(6000, ino * 2 + 1));
   }
   CHECK(plane.counters().staging.populated_bytes <= 64 << 20);
+}
+
+TEST_CASE("a read of parts of more extents than memory holds is answered") {
+  Harness harness(2);
+  DataPlane& plane = harness.plane();
+  plane.register_file(kIno, 0, 1, 1, "", false);
+  constexpr uint64_t kParts = 90;
+  Bytes model;
+  for (uint64_t part = 0; part < kParts; ++part) {
+    const Bytes data = pattern(kSlotBytes, part);
+    REQUIRE(harness.write(kIno, part * kBlockBytes, data).first == 0);
+    apply(model, part * kBlockBytes, data);
+    while (plane.counters().staging.dirty_bytes > 16 << 20) harness.pump(10);
+  }
+  const auto seal = plane.seal(kIno);
+  plane.register_file(kIno + 1, seal->size_bytes, 1, 1, harness.wait_sealed(seal->seal_id), false);
+  CHECK(harness.read(kIno + 1, 0, model.size()).second == model);
+}
+
+TEST_CASE("a write that waits for memory goes on when reads let it go") {
+  Harness harness(1);
+  DataPlane& plane = harness.plane();
+  std::vector<std::byte*> hoard = plane.take_landing(54);
+  plane.register_file(kIno, 0, 1, 1, "", false);
+  const Bytes data = pattern(4 << 20, 1);
+  REQUIRE(harness.write(kIno, 0, data).first == 0);
+  harness.wait_sealed(plane.seal(kIno)->seal_id);
+  WriteRequest request = harness.prepare(kIno, 8 << 20, pattern(kSlotBytes, 2));
+  while (plane.counters().staging.used_bytes < plane.counters().staging.populated_bytes) {
+    hoard.push_back(plane.take_landing(1)[0]);
+  }
+  std::thread writer;
+  plane.read(kIno, 0, data.size(), [&](int, const std::vector<iovec>&) {  // all that is clean is held from here on
+    writer = std::thread([&] { plane.write(request); });
+    while (plane.counters().parked_writes == 0) std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  });
+  CHECK(harness.wait_answer(request.unique).first == 0);
+  writer.join();
+  plane.return_landing(request.slots);
+  plane.return_landing(hoard);
+}
+
+TEST_CASE("a write that waits for room is refused when the volume takes no more") {
+  Harness harness(1);
+  DataPlane& plane = harness.plane();
+  harness.expire_at_once = false;
+  plane.add_free_metadata(-plane.free_metadata_bytes());
+  plane.register_file(kIno, 0, 1, 1, "", false);
+  WriteRequest request = harness.prepare(kIno, 0, pattern(100, 1));
+  plane.write(request);
+  while (harness.no_room_events == 0) harness.pump(10);
+  plane.refuse_writes(EROFS);
+  CHECK(harness.wait_answer(request.unique).first == EROFS);
+  plane.return_landing(request.slots);
+}
+
+TEST_CASE("P7: the places of a write that failed only in part are free again") {
+  const Images images(2);
+  const int read_only = open("/dev/zero", O_RDONLY | O_CLOEXEC);
+  DataPlane plane({{images.fds()[0], read_only}, images.names(), 64 << 20, "threads", false});
+  plane.answer_write = [](uint64_t, int, uint32_t) {};
+  plane.start();
+  constexpr uint64_t kHalf = kSlotBytes / 2;
+  plane.grant(0, {{0, kHalf}});
+  for (uint64_t i = 0; i < 4; ++i) plane.grant(1, {{i * kHalf, kHalf}});
+  plane.add_free(64 << 20);
+  plane.add_free_metadata(kMetadataBytes);
+  plane.register_file(kIno, 0, 1, 1, "", false);
+  WriteRequest request;
+  request.ino = kIno;
+  request.length_bytes = kSlotBytes;
+  request.slots = plane.take_landing(1);
+  plane.write(request);
+  while (plane.counters().devices[1].write_errors < 4) std::this_thread::yield();
+  plane.return_landing(request.slots);
+  plane.stop();
+  CHECK(plane.counters().devices[0].granted_bytes == kHalf);
+  CHECK(plane.counters().devices[0].outstanding_bytes == 0);
+  plane.unregister_file(kIno);
+  CHECK(plane.free_bytes() == (64 << 20) - 4 * kHalf);
+  close(read_only);
 }
 
 TEST_CASE("P3: only a FLUSH by an owner that wrote since the last seal seals") {
