@@ -23,6 +23,7 @@ EXTENT_ROW_BYTES: int
 # ("grant_wanted", device_index)          few free ranges left on a device: hand out segments
 # ("no_room", needed_bytes)               a write is parked for room: hurry the commit, then expire_no_room()
 # ("kill_suidgid", ino)                   a write by an unprivileged user: clear the set-id bits
+# ("page_cache_wanted", ino)              the kernel fills its page cache with it, or it is read in many small pieces
 # ("device_error", device_index, operation, offset_bytes, length_bytes, errno)
 # ("bad_checksum", ino, file_offset_bytes, device_index, device_offset_bytes, length_bytes)
 # ("initialised",)                        the INIT reply reached the kernel
@@ -154,7 +155,7 @@ class Switch:
 
     def reply_write(self, unique: int, length_bytes: int) -> None: ...
     def statistics(self) -> dict[str, object]:
-        """Keys: max_write_bytes, reader_threads, cloned_readers, protocol_minor, requests (dict opcode name -> count),
+        """Keys: max_write_bytes, reader_threads, protocol_minor, requests (dict opcode name -> count),
         forwarded, kernel_features (list of str granted by the kernel).
         """
 

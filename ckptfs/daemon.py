@@ -21,7 +21,7 @@ import queue
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import click
 import pyfuse3
@@ -36,6 +36,7 @@ from ckptfs.errors import CkptfsError, MountError, NotMounted, Problem
 from ckptfs.kernel_settings import allow_huge_pages
 from ckptfs.mount_options import MountOptions, parse_options
 from ckptfs.operations import Operations
+from ckptfs.read_path import ReadPath
 from ckptfs.recovery import Recovered, recover
 from ckptfs.requests import Requests
 from ckptfs.superblock import VolumeDevices, assemble
@@ -73,6 +74,7 @@ class Daemon:
         self._stop_error: str | None = None
         self._fuse_fd = -1
         self._huge_pages = ""
+        self._read_path = ReadPath()
         self._was_ready = False
         self._mount_gone = trio.Event()
         self._ended = trio.Event()
@@ -133,7 +135,7 @@ class Daemon:
 
     async def _serve_requests(self, nursery: trio.Nursery) -> None:
         """Until the mount is gone."""
-        pyfuse3.init(Operations(self._volume, nursery), f"/dev/fd/{self._switch.control_fd}", set())
+        pyfuse3.init(Operations(self._volume, nursery, self._read_path), f"/dev/fd/{self._switch.control_fd}", set())
         self._switch.start()
         try:
             await pyfuse3.main()
@@ -180,6 +182,7 @@ class Daemon:
             "grant_wanted": volume.space.grant,
             "no_room": lambda needed_bytes: nursery.start_soon(volume.space.resolve_no_room, volume.log),
             "kill_suidgid": volume.clear_set_id,
+            "page_cache_wanted": self._read_path.want_page_cache,
             "device_error": self._note_device_error,
             "bad_checksum": self._note_bad_checksum,
             "initialised": lambda: nursery.start_soon(self._survive, self._tell_ready),
@@ -195,6 +198,8 @@ class Daemon:
             self._volume.errors.append(f"a part of the daemon failed: {error!r}")
 
     async def _tell_ready(self) -> None:
+        features = cast("list[str]", self._switch.statistics()["kernel_features"])
+        self._read_path.may_bypass = "direct_io_allow_mmap" in features
         await trio.to_thread.run_sync(fusemount.raise_read_ahead, self._mountpoint)
         await trio.to_thread.run_sync(self._registration.tell, runtime.MOUNTED)
         log.info("mounted at %s", self._mountpoint)
@@ -319,6 +324,7 @@ class Daemon:
             **plane,
             "huge_pages": self._huge_pages,
             "kernel": switch,
+            "large_reads": self._read_path.description,
             "undurable_count": len(undurable),
             "undurable": [{"path": path, "state": volume.state(ino)} for ino, path in paths.items()],
             "killed": [killed._asdict() for killed in volume.files.killed],

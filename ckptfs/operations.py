@@ -23,6 +23,7 @@ from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestC
 from ckptfs.constants import MAX_NAME_BYTES
 from ckptfs.errors import FsError, MetadataFull
 from ckptfs.layout import BLOCK_BYTES
+from ckptfs.read_path import ReadPath, preferred_io_bytes
 from ckptfs.volume import AttributeChange, Attributes
 
 if TYPE_CHECKING:
@@ -78,9 +79,10 @@ def answers_every_request(operations: OperationsClass) -> OperationsClass:
 class Operations(pyfuse3.Operations):
     """Answers the kernel from a volume."""
 
-    def __init__(self, volume: Volume, nursery: trio.Nursery) -> None:
+    def __init__(self, volume: Volume, nursery: trio.Nursery, read_path: ReadPath) -> None:
         super().__init__()
         self._volume = volume
+        self._read_path = read_path
         self._nursery = nursery
         self._next_handle = 1
         self._files: dict[int, tuple[int, bool]] = {}
@@ -100,6 +102,7 @@ class Operations(pyfuse3.Operations):
         """FORGET and BATCH_FORGET."""
         for ino, count in inode_list:
             self._volume.names.release(ino, count)
+            self._read_path.forget(ino)
 
     async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: RequestContext) -> EntryAttributes:
         """MKDIR."""
@@ -271,7 +274,8 @@ class Operations(pyfuse3.Operations):
         if not writable:
             # An open without keep_cache makes the kernel drop its pages.
             self._stale_data.discard(inode)
-        return FileInfo(fh=fh, direct_io=writable, keep_cache=keep_cache)
+        direct = writable or self._read_path.bypasses_page_cache(inode, self._volume.attributes(inode).size_bytes)
+        return FileInfo(fh=fh, direct_io=direct, keep_cache=keep_cache)
 
     def _entry(self, attributes: Attributes) -> EntryAttributes:
         """A reply that makes the kernel hold one more lookup."""
@@ -326,7 +330,7 @@ def _attributes(attributes: Attributes) -> EntryAttributes:
     entry.st_gid = attributes.gid
     entry.st_rdev = attributes.rdev
     entry.st_size = attributes.size_bytes
-    entry.st_blksize = BLOCK_BYTES
+    entry.st_blksize = preferred_io_bytes(attributes.size_bytes)
     entry.st_blocks = attributes.allocated_bytes // 512
     entry.st_atime_ns = attributes.atime_ns
     entry.st_mtime_ns = attributes.mtime_ns

@@ -119,6 +119,7 @@ def _show_facts(status: Status) -> Table:
         f"FUSE 7.{kernel['protocol_minor']}, writes of {format_size(kernel['max_write_bytes'])},"
         f" {kernel['reader_threads']} readers; {', '.join(kernel['kernel_features'])}",
     )
+    table.add_row("large reads", escape(status["large_reads"]))
     return table
 
 

@@ -20,7 +20,8 @@ FLOORS: dict[str, int] = {
             "device _native",
             "journal recovery snapshot superblock",
             "commit dataplane",
-            "checks client control files fusemount kernel_settings names offline operations requests runtime volume",
+            "checks client control files fusemount kernel_settings names offline operations read_path requests"
+            " runtime volume",
             "bench cli daemon export fsck inspect mkfs mount mount_options problems progress status umount wait",
             "__init__ __main__",
         ]

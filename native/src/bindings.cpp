@@ -48,6 +48,8 @@ nb::tuple event_tuple(const Event& event) {
       return nb::make_tuple("no_room", n[0]);
     case EventKind::kill_suidgid:
       return nb::make_tuple("kill_suidgid", n[0]);
+    case EventKind::page_cache_wanted:
+      return nb::make_tuple("page_cache_wanted", n[0]);
     case EventKind::device_error:
       return nb::make_tuple("device_error", n[0], event.bytes, n[1], n[2], n[3]);
     case EventKind::bad_checksum:

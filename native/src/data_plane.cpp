@@ -385,7 +385,7 @@ int DataPlane::apply_locked(File& file, WriteRequest& request, uint32_t length_b
 
 void DataPlane::release(WriteRequest& request) { return_landing(std::exchange(request.slots, {})); }
 
-void DataPlane::read(uint64_t ino, uint64_t offset_bytes, uint64_t length_bytes,
+void DataPlane::read(uint64_t ino, uint64_t offset_bytes, uint64_t length_bytes, bool for_page_cache,
                      std::function<void(int, const std::vector<iovec>&)> done) {
   FileRef file = find(ino);
   if (file == nullptr) {
@@ -396,6 +396,7 @@ void DataPlane::read(uint64_t ino, uint64_t offset_bytes, uint64_t length_bytes,
   request->file = std::move(file);
   request->offset_bytes = offset_bytes;
   request->length_bytes = length_bytes;
+  request->for_page_cache = for_page_cache;
   request->done = std::move(done);
   reader_.read(std::move(request));
 }

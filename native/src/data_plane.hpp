@@ -54,7 +54,7 @@ class DataPlane {
   // Answers a write, or parks it. The slots that it takes over are replaced by fresh ones, so that the caller
   // always has a whole landing again; this is where a reader thread waits when the bounce reserve is used up.
   void write(WriteRequest& request);
-  void read(uint64_t ino, uint64_t offset_bytes, uint64_t length_bytes,
+  void read(uint64_t ino, uint64_t offset_bytes, uint64_t length_bytes, bool for_page_cache,
             std::function<void(int, const std::vector<iovec>&)> done);
   // What a FLUSH means (design P3): nullopt when the control plane must seal, else the errno to answer.
   std::optional<int> flush(uint64_t ino, uint64_t lock_owner, int pid);

@@ -26,6 +26,7 @@ enum class EventKind {
   grant_wanted,
   no_room,
   kill_suidgid,
+  page_cache_wanted,
   device_error,
   bad_checksum,
   initialised,

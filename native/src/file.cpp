@@ -59,6 +59,8 @@ void File::reopen(int64_t mtime_ns, int64_t ctime_ns, bool set_id) {
   append_ = false;
   archive_ = false;
   largest_write_bytes_ = 0;
+  small_reads_ = 0;
+  page_cache_wanted_ = false;
 }
 
 void File::touch(int64_t time_ns) { mtime_ns_ = ctime_ns_ = time_ns; }
@@ -117,7 +119,8 @@ bool File::overwrite_filling(uint64_t offset_bytes, const std::byte* data, uint3
   Extent& extent = *piece.extent;
   {
     const auto held = staging_.lock();
-    if (extent.state != Extent::State::filling) return false;
+    // Bytes that a read is copying out stay as they are: the write gets a piece of its own.
+    if (extent.state != Extent::State::filling || extent.pins > 0) return false;
     extent.copying = true;
   }
   std::memcpy(extent.memory + piece.skip_bytes + (offset_bytes - start), data, length_bytes);

@@ -131,6 +131,9 @@ class File {
   // For the reader: where a sequential read would go on, and how long the run is.
   uint64_t next_read_bytes_ = 0;
   uint64_t sequential_bytes_ = 0;
+  // How it is read, since it was last registered: such files are better read through the kernel's page cache.
+  uint32_t small_reads_ = 0;
+  bool page_cache_wanted_ = false;
 
  private:
   using Map = std::map<uint64_t, Piece>;

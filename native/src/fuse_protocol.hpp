@@ -14,6 +14,9 @@ inline constexpr uint64_t kInitDirectIoAllowMmap = 1ull << 36;  // Linux 6.6, pr
 // Flags of an OPEN reply.
 inline constexpr uint32_t kOpenParallelDirectWrites = 1u << 6;  // Linux 6.2, protocol 7.38
 
+// Flag of a READ: made for a caller's own buffer, not to fill the page cache.
+inline constexpr uint32_t kReadForCaller = FUSE_READ_LOCKOWNER;
+
 inline constexpr uint32_t kWriteCache = 1u << 0;      // FUSE_WRITE_CACHE: a write-back, without an owner
 inline constexpr uint32_t kWriteKillSetId = 1u << 2;  // FUSE_WRITE_KILL_SUIDGID, protocol 7.31
 

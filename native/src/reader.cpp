@@ -16,6 +16,10 @@ constexpr uint64_t kSequentialSlackBytes = 16 << 20;
 constexpr uint64_t kSequentialAfterBytes = 1 << 20;
 constexpr uint64_t kPrefetchPerDeviceBytes = 16 << 20;
 constexpr uint64_t kMostPrefetchBytes = 64 << 20;
+// A read that goes past the page cache costs a round trip of some 30 us. From so many small ones on, a cache is
+// cheaper.
+constexpr uint64_t kSmallReadBytes = 32 << 10;
+constexpr uint32_t kManySmallReads = 512;
 
 alignas(kBlockBytes) const std::byte zeros[kSlotBytes]{};
 
@@ -72,9 +76,11 @@ void Reader::stop() {
 void Reader::read(std::shared_ptr<ReadRequest> request) {
   File& file = *request->file;
   uint64_t prefetch_from = 0;
+  std::vector<ExtentRef> missing;
   {
     const std::lock_guard lock(file.mutex_);
-    request->ranges = file.ranges(request->offset_bytes, request->length_bytes);
+    note_habit(file, *request);
+    missing = gather(request);
     const uint64_t end_bytes = request->offset_bytes + request->length_bytes;
     const bool near = request->offset_bytes + kSequentialSlackBytes >= file.next_read_bytes_ &&
                       request->offset_bytes <= file.next_read_bytes_ + kSequentialSlackBytes;
@@ -82,33 +88,50 @@ void Reader::read(std::shared_ptr<ReadRequest> request) {
     file.next_read_bytes_ = near ? std::max(file.next_read_bytes_, end_bytes) : end_bytes;
     if (near && file.sequential_bytes_ >= kSequentialAfterBytes) prefetch_from = file.next_read_bytes_;
   }
-  gather(request);
+  load(request, std::move(missing));
   if (prefetch_from > 0) prefetch(file, prefetch_from);
 }
 
-// Pins what is in memory and asks for the rest.
-void Reader::gather(const std::shared_ptr<ReadRequest>& request) {
+// Tells once of a file that is mapped (the kernel fills its page cache for it), or read in small pieces.
+void Reader::note_habit(File& file, const ReadRequest& request) {
+  if (request.length_bytes < kSmallReadBytes) ++file.small_reads_;
+  if (file.page_cache_wanted_ || (!request.for_page_cache && file.small_reads_ < kManySmallReads)) return;
+  file.page_cache_wanted_ = true;
+  events_.push(EventKind::page_cache_wanted, {file.ino_});
+}
+
+// Finds the bytes, pins those in memory, and returns the extents that somebody must load. REQUIRES(File::mutex): a
+// write in place waits for the mutex or, later, sees the pins, so a read never sees half of a write.
+std::vector<ExtentRef> Reader::gather(const std::shared_ptr<ReadRequest>& request) {
   std::vector<ExtentRef> missing;
-  size_t pending = 0;
+  request->ranges = request->file->ranges(request->offset_bytes, request->length_bytes);
+  const auto held = staging_.lock();
+  request->pending = 1;  // load() takes this one off
+  for (size_t i = 0; i < request->ranges.size(); ++i) {
+    ReadRange& range = request->ranges[i];
+    const ExtentRef& extent = range.extent;
+    if (extent == nullptr) continue;
+    range.pinned = staging_.pin(held, *extent);
+    if (range.pinned) continue;
+    extent->readers.push_back({request, i});
+    ++request->pending;
+    if (!extent->loading && !extent->load_wanted) {
+      extent->load_wanted = true;
+      missing.push_back(extent);
+    }
+  }
+  return missing;
+}
+
+// Asks for what gather() did not find in memory, and answers when nothing is left to wait for.
+void Reader::load(const std::shared_ptr<ReadRequest>& request, std::vector<ExtentRef> missing) {
+  want(std::move(missing));
+  bool ready = false;
   {
     const auto held = staging_.lock();
-    for (size_t i = 0; i < request->ranges.size(); ++i) {
-      ReadRange& range = request->ranges[i];
-      const ExtentRef& extent = range.extent;
-      if (extent == nullptr) continue;
-      range.pinned = staging_.pin(held, *extent);
-      if (range.pinned) continue;
-      extent->readers.push_back({request, i});
-      ++pending;
-      if (!extent->loading && !extent->load_wanted) {
-        extent->load_wanted = true;
-        missing.push_back(extent);
-      }
-    }
-    request->pending = pending;
+    ready = --request->pending == 0;
   }
-  want(std::move(missing));
-  if (pending == 0) answer(request);
+  if (ready) answer(request);
 }
 
 void Reader::answer(const std::shared_ptr<ReadRequest>& request) {
@@ -120,11 +143,12 @@ void Reader::answer(const std::shared_ptr<ReadRequest>& request) {
     again->length_bytes = request->length_bytes;
     again->done = std::move(request->done);
     again->second_try = true;
+    std::vector<ExtentRef> missing;
     {
       const std::lock_guard lock(again->file->mutex_);
-      again->ranges = again->file->ranges(again->offset_bytes, again->length_bytes);
+      missing = gather(again);
     }
-    gather(again);
+    load(again, std::move(missing));
   } else if (request->error != 0) {
     if (request->damaged) {
       space_.count_checksum_error(request->damage.device_index);

@@ -29,6 +29,7 @@ struct ReadRequest {
   std::shared_ptr<File> file;
   uint64_t offset_bytes = 0;
   uint64_t length_bytes = 0;
+  bool for_page_cache = false;
   // Called once, from any thread and without locks, with 0 and the bytes, or an errno.
   std::function<void(int error, const std::vector<iovec>& data)> done;
 
@@ -54,7 +55,9 @@ class Reader {
   struct Load;
   struct PartLoad;
 
-  void gather(const std::shared_ptr<ReadRequest>& request);
+  void note_habit(File& file, const ReadRequest& request);
+  std::vector<ExtentRef> gather(const std::shared_ptr<ReadRequest>& request);
+  void load(const std::shared_ptr<ReadRequest>& request, std::vector<ExtentRef> missing);
   void answer(const std::shared_ptr<ReadRequest>& request);
   void prefetch(File& file, uint64_t from_bytes);
   void want(std::vector<ExtentRef> extents);

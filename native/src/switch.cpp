@@ -236,23 +236,27 @@ void Switch::serve_write(Landing& landing, size_t length_bytes) {
 
 void Switch::serve_read(const fuse_in_header& header, const fuse_read_in& in) {
   const uint64_t unique = header.unique;
-  data_plane_.read(header.nodeid, in.offset, in.size, [this, unique](int error, const std::vector<iovec>& data) {
-    if (error != 0) return answer(unique, error);
-    fuse_out_header out{sizeof out, 0, unique};
-    std::vector<iovec> message{{&out, sizeof out}};
-    message.insert(message.end(), data.begin(), data.end());
-    for (const iovec& part : data) out.len += static_cast<uint32_t>(part.iov_len);
-    Message gathered;
-    if (message.size() > kMostIovecs) {  // very many small extents: one copy more
-      for (const iovec& part : message) {
-        const auto* bytes = static_cast<const std::byte*>(part.iov_base);
-        gathered.insert(gathered.end(), bytes, bytes + part.iov_len);
-      }
-      message = {{gathered.data(), gathered.size()}};
+  const bool for_page_cache = (in.read_flags & kReadForCaller) == 0;
+  data_plane_.read(header.nodeid, in.offset, in.size, for_page_cache,
+                   [this, unique](int error, const std::vector<iovec>& data) { answer_read(unique, error, data); });
+}
+
+void Switch::answer_read(uint64_t unique, int error, const std::vector<iovec>& data) {
+  if (error != 0) return answer(unique, error);
+  fuse_out_header out{sizeof out, 0, unique};
+  std::vector<iovec> message{{&out, sizeof out}};
+  message.insert(message.end(), data.begin(), data.end());
+  for (const iovec& part : data) out.len += static_cast<uint32_t>(part.iov_len);
+  Message gathered;
+  if (message.size() > kMostIovecs) {  // very many small extents: one copy more
+    for (const iovec& part : message) {
+      const auto* bytes = static_cast<const std::byte*>(part.iov_base);
+      gathered.insert(gathered.end(), bytes, bytes + part.iov_len);
     }
-    // ENOENT: the reader was killed meanwhile.
-    [[maybe_unused]] const ssize_t sent = writev(fuse_fd_, message.data(), static_cast<int>(message.size()));
-  });
+    message = {{gathered.data(), gathered.size()}};
+  }
+  // ENOENT: the reader was killed meanwhile.
+  [[maybe_unused]] const ssize_t sent = writev(fuse_fd_, message.data(), static_cast<int>(message.size()));
 }
 
 void Switch::serve_flush(const fuse_in_header& header, const fuse_flush_in& in) {

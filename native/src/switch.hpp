@@ -87,6 +87,7 @@ class Switch {
   void edit_init(Message& reply);
   void note_init(const Message& message);
   void answer(uint64_t unique, int error, const void* body = nullptr, size_t length_bytes = 0);
+  void answer_read(uint64_t unique, int error, const std::vector<iovec>& data);
   void send_to_kernel(const void* message, size_t length_bytes);
   void disconnect();
 

@@ -109,12 +109,13 @@ class Harness {
     throw std::runtime_error("a write is not answered");
   }
 
-  std::pair<int, std::vector<std::byte>> read(uint64_t ino, uint64_t offset_bytes, uint64_t length_bytes) {
+  std::pair<int, std::vector<std::byte>> read(uint64_t ino, uint64_t offset_bytes, uint64_t length_bytes,
+                                              bool for_page_cache = false) {
     std::mutex mutex;
     std::condition_variable answered;
     bool done = false;
     std::pair<int, std::vector<std::byte>> result;
-    plane_.read(ino, offset_bytes, length_bytes, [&](int error, const std::vector<iovec>& data) {
+    plane_.read(ino, offset_bytes, length_bytes, for_page_cache, [&](int error, const std::vector<iovec>& data) {
       const std::lock_guard lock(mutex);
       result.first = error;
       for (const iovec& part : data) {
@@ -135,6 +136,7 @@ class Harness {
   }
 
   uint64_t no_room_events = 0;
+  std::vector<uint64_t> page_cache_wanted;
   bool expire_at_once = true;
 
  private:
@@ -148,6 +150,8 @@ class Harness {
       if (next_[device] + kSegmentBytes <= kDeviceBytes) ranges.emplace_back(next_[device], kSegmentBytes);
       next_[device] += kSegmentBytes;
       plane_.grant(device, ranges);
+    } else if (event.kind == EventKind::page_cache_wanted) {
+      page_cache_wanted.push_back(event.numbers[0]);
     } else if (event.kind == EventKind::no_room) {
       ++no_room_events;
       if (expire_at_once) plane_.expire_no_room();

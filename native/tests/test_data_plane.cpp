@@ -56,6 +56,38 @@ TEST_CASE("what was written is read back, staged and from the devices, with both
   }
 }
 
+TEST_CASE("a file that is mapped or read in small pieces is told of, once") {
+  Harness harness(1);
+  DataPlane& plane = harness.plane();
+  for (const uint64_t ino : {kIno, kIno + 1, kIno + 2}) plane.register_file(ino, 0, 1, 1, "", false);
+  for (int i = 0; i < 1000; ++i) harness.read(kIno, 0, kSlotBytes);
+  harness.pump(0);
+  CHECK(harness.page_cache_wanted.empty());
+  for (int i = 0; i < 1000; ++i) harness.read(kIno + 1, 0, kBlockBytes);
+  for (int i = 0; i < 2; ++i) harness.read(kIno + 2, 0, kSlotBytes, true);
+  harness.pump(0);
+  CHECK(harness.page_cache_wanted == std::vector<uint64_t>{kIno + 1, kIno + 2});
+}
+
+TEST_CASE("a write does not change the bytes that a read is copying out") {
+  Harness harness(1);
+  harness.plane().register_file(kIno, 0, 1, 1, "", false);
+  Bytes model = pattern(3000, 1);
+  harness.write(kIno, 0, model);
+  const Bytes change = pattern(1000, 2);
+  Bytes seen;
+  harness.plane().read(kIno, 0, 3000, false, [&](int, const std::vector<iovec>& data) {
+    CHECK(harness.write(kIno, 500, change).first == 0);
+    for (const iovec& part : data) {
+      const auto* bytes = static_cast<const std::byte*>(part.iov_base);
+      seen.insert(seen.end(), bytes, bytes + part.iov_len);
+    }
+  });
+  CHECK(seen == model);
+  apply(model, 500, change);
+  CHECK(harness.read(kIno, 0, 3000).second == model);
+}
+
 TEST_CASE("P5: bytes that fail their checksum are never returned") {
   Harness harness(1);
   harness.plane().register_file(kIno, 0, 1, 1, "", false);
@@ -221,11 +253,12 @@ TEST_CASE("a write that waits for memory goes on when reads let it go") {
     hoard.push_back(plane.take_landing(1)[0]);
   }
   std::thread writer;
-  plane.read(kIno, 0, data.size(), [&](int, const std::vector<iovec>&) {  // all that is clean is held from here on
-    writer = std::thread([&] { plane.write(request); });
-    while (plane.counters().parked_writes == 0) std::this_thread::yield();
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
-  });
+  plane.read(kIno, 0, data.size(), false,
+             [&](int, const std::vector<iovec>&) {  // all that is clean is held from here on
+               writer = std::thread([&] { plane.write(request); });
+               while (plane.counters().parked_writes == 0) std::this_thread::yield();
+               std::this_thread::sleep_for(std::chrono::milliseconds(100));
+             });
   CHECK(harness.wait_answer(request.unique).first == 0);
   writer.join();
   plane.return_landing(request.slots);
